@@ -1,0 +1,34 @@
+# Each target sets itself up from nothing but a Python of at least 3.11:
+#   make test   everything that must hold; what CI runs
+#   make demo   trains a small language model and compares the policies on it
+#   make lint   ruff and pyright alone
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DELETE_ON_ERROR:
+.PHONY: test lint demo clean
+
+test: lint
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+demo: $(VENV)/experiments.stamp
+	$(BIN)/python experiments/train_lm.py
+
+# One environment serves both; a stamp is younger than the last installation of its extra.
+$(VENV)/%.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxmem needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; pass PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,154 @@
+"""What one run is told: typed options, checked, and written beside its results."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from jaxmem import policies
+from lm import data
+
+PolicyName = Literal["none", "full", "dots", "dots_no_batch", "sqrt", "revolve", "offload"]
+
+# Where a run writes, whether it writes at all, and how often it can be taken up
+# again: none of them changes a number.
+_NOT_IDENTITY = ("workdir", "dry_run", "compare", "compare_steps", "checkpoint_every")
+
+
+class UserError(Exception):
+    """Something that the person at the shell can put right; shown as one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train a decoder-only transformer on real English text, byte by byte, under a policy.
+
+    It ends with a table of what every policy costs on this very model.
+    Interrupted, the same command takes up the run from its last checkpoint.
+    """
+
+    policy: PolicyName = "sqrt"
+    """What is kept for the backward pass."""
+    levels: int | None = None
+    """Nested cuts; with --policy sqrt."""
+    slots: int | None = None
+    """Carries kept; with --policy revolve."""
+    framework: Literal["linen", "nnx"] = "linen"
+    """Which of Flax's module systems the model is written in."""
+    layers: int = 24
+    """Blocks in the stack."""
+    width: int = 64
+    """Size of a token's vector between blocks."""
+    heads: int = 4
+    """Attention heads; they divide the width."""
+    sequence: int = 64
+    """Bytes that the model sees at once."""
+    dropout: float = 0.05
+    """Probability of dropping a value at the end of each branch."""
+    batch: int = 8
+    """Sequences in one step of the optimizer."""
+    accum: int = 1
+    """Microbatches that a batch is cut into (optax.MultiSteps)."""
+    steps: int = 160
+    """Steps of the optimizer."""
+    learning_rate: float = 5e-3
+    """Peak of the warm-up and cosine decay."""
+    seed: int = 0
+    """Of parameters, batches and dropout."""
+    eval_every: int = 25
+    """Steps between looks at the held-out text."""
+    checkpoint_every: int = 25
+    """Steps between checkpoints."""
+    compare: bool = True
+    """Compare all policies after training."""
+    compare_steps: int = 5
+    """Steps of each policy in the comparison; the first is not timed."""
+    workdir: Path | None = None
+    """Where results go; by default a folder of runs/ named after the configuration."""
+    dry_run: bool = False
+    """Show sizes, plans and compiled memory; train nothing and write nothing."""
+
+    def check(self) -> None:
+        """Raises `UserError` for the first option that cannot be."""
+        for name in (
+            "layers", "width", "heads", "sequence", "batch", "accum", "steps",
+            "eval_every", "checkpoint_every", "levels", "slots",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{_option(name)} must be at least 1, got {value}")
+        if self.compare_steps < 2:
+            raise UserError(
+                f"--compare-steps must be at least 2, as the first is not timed, got "
+                f"{self.compare_steps}"
+            )
+        if self.width % (2 * self.heads):
+            raise UserError(
+                f"--width must be a multiple of twice --heads ({2 * self.heads}: rotary positions "
+                f"turn pairs of values in each head), got {self.width}"
+            )
+        if self.batch % self.accum:
+            raise UserError(
+                f"--accum must divide --batch ({self.batch}) into equal microbatches, got "
+                f"{self.accum}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise UserError(f"--learning-rate must be positive, got {self.learning_rate}")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed must be at least 0 and below 2**32, got {self.seed}")
+        if self.levels is not None and self.policy != "sqrt":
+            raise UserError(f"--levels goes with --policy sqrt, not with --policy {self.policy}")
+        if self.slots is not None and self.policy != "revolve":
+            raise UserError(f"--slots goes with --policy revolve, not with --policy {self.policy}")
+        if self.sequence > data.LONGEST:
+            raise UserError(
+                f"--sequence must be at most {data.LONGEST}, for the held-out text to have some, "
+                f"got {self.sequence}"
+            )
+
+    @property
+    def remat(self) -> policies.Policy:
+        """The policy that the model is trained under."""
+        options = {"levels": self.levels, "slots": self.slots}
+        return policies.parse(
+            self.policy, **{name: value for name, value in options.items() if value is not None}
+        )
+
+    @property
+    def label(self) -> str:
+        """The policy as it is called in tables."""
+        if self.levels not in (None, 1):
+            return f"sqrt levels={self.levels}"
+        if self.slots not in (None, policies.revolve().slots):
+            return f"revolve slots={self.slots}"
+        return self.policy
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that the numbers of a run depend on, as plain data."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if name not in _NOT_IDENTITY} | {
+            "text_sha256": hashlib.sha256(data.text()).hexdigest(),
+            "jax": jax.__version__,
+            "backend": jax.default_backend(),
+        }
+
+    def folder(self) -> Path:
+        """Where the run writes."""
+        if self.workdir is not None:
+            return self.workdir
+        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+        label = self.label.replace(" ", "-").replace("=", "")
+        size = f"{self.layers}x{self.width}"
+        return Path("runs", f"train_lm-{self.framework}-{label}-{size}-{digest[:8]}")
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

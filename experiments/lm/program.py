@@ -1,0 +1,148 @@
+"""The train step as a compiled program, and what the compiler says of it."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxmem
+from jaxmem import Plan
+from jaxmem.policies import Policy
+from lm import data, model
+from lm.config import Config
+
+# ---------------------------------------------------------------- types
+
+
+class State(NamedTuple):
+    """What one step hands to the next."""
+
+    params: Any
+    optimizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a compiled program, each as the compiler gives it."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def required(self) -> int:
+        """What must be allocated to run it."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The train step under one policy.
+
+    Attributes:
+      config: what the model and the optimizer are made from.
+      plans: the plan of each layer stack that the policy found.
+      step: compiled; takes a state (which it uses up), one microbatch and a key.
+    """
+
+    config: Config
+    plans: tuple[Plan, ...]
+    step: jax.stages.Compiled
+
+    @property
+    def extra_forwards(self) -> int:
+        """Layer evaluations in one microbatch beyond the first forward pass."""
+        return sum(plan.extra_forwards() for plan in self.plans)
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the compiler says, or None where the backend says nothing."""
+        found = self.step.memory_analysis()
+        if found is None:
+            return None
+        return Memory(
+            found.argument_size_in_bytes,
+            found.output_size_in_bytes,
+            found.alias_size_in_bytes,
+            found.temp_size_in_bytes,
+        )
+
+    def run(self, state: State, step: int) -> tuple[State, float]:
+        """One step of the optimizer, over all its microbatches: the state and the mean loss."""
+        c = self.config
+        tokens = data.batch(step, seed=c.seed, size=c.batch, sequence=c.sequence)
+        losses = []
+        for part, rows in enumerate(np.split(tokens, c.accum)):
+            state, loss = self.step(state, rows, _dropout_key(c, step, part))
+            losses.append(loss)
+        return state, float(np.mean(jax.device_get(losses)))
+
+
+# ---------------------------------------------------------------- API
+
+
+def initial(config: Config) -> State:
+    """The state before the first step; it is that of every policy."""
+    key = jax.random.fold_in(jax.random.key(config.seed), 0)
+    params = jax.jit(functools.partial(model.init, config))(key)
+    return State(params, optimizer(config).init(params))
+
+
+def optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW with clipped gradients, over as many microbatches as the options say."""
+    warm_up = max(1, config.steps // 10)
+    rate = optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / warm_up,
+        peak_value=config.learning_rate,
+        warmup_steps=warm_up,
+        decay_steps=max(config.steps, warm_up + 1),
+        end_value=config.learning_rate / 20,
+    )
+    inner = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01)
+    )
+    if config.accum == 1:
+        return inner
+    return optax.MultiSteps(inner, config.accum).gradient_transformation()
+
+
+def build(config: Config, policy: Policy) -> Program:
+    """Plan, trace and compile the train step under `policy`."""
+    loss = functools.partial(model.loss, config, policy)
+    update = optimizer(config).update
+
+    def step(state: State, tokens: jax.Array, key: jax.Array) -> tuple[State, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(state.params, tokens, key)
+        change, inner = update(gradient, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, change), inner), value
+
+    state = jax.eval_shape(lambda: initial(config))
+    rows = config.batch // config.accum
+    tokens = jax.ShapeDtypeStruct((rows, config.sequence + 1), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return Program(
+        config,
+        tuple(stack.plan for stack in jaxmem.stacks(loss, state.params, tokens, key)),
+        jax.jit(step, donate_argnums=0).lower(state, tokens, key).compile(),
+    )
+
+
+def held_out_loss(config: Config) -> Any:
+    """A compiled function from parameters to the loss on held-out text, dropout off."""
+    tokens = data.held_out(size=4 * config.batch, sequence=config.sequence)
+    evaluate = jax.jit(functools.partial(model.loss, config, jaxmem.policies.none(), key=None))
+    return lambda params: float(evaluate(params, tokens))
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _dropout_key(config: Config, step: int, part: int) -> jax.Array:
+    """A function of seed, step and microbatch: a run taken up again draws the same masks."""
+    root = jax.random.fold_in(jax.random.key(config.seed), 1)
+    return jax.random.fold_in(jax.random.fold_in(root, step), part)

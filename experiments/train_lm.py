@@ -1,0 +1,121 @@
+"""Trains a small language model under a remat policy, and compares all policies on it.
+
+    python experiments/train_lm.py --policy sqrt --layers 24
+    python experiments/train_lm.py --help
+
+The model, the data, the loop and the comparison are in `lm/`; this is what
+is asked, what is called and what is said.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import tyro
+from tqdm import tqdm
+
+from lm import comparison, data, files, picture
+from lm.config import Config, UserError
+from lm.program import Program, initial
+from lm.stopping import Listener, Stopped, listening
+from lm.training import METRICS, claim, train
+
+TABLE, PICTURE = "table.csv", "train_lm.png"
+
+
+def main(config: Config) -> None:
+    """One run: train, compare, write.
+
+    Raises:
+      UserError: the options cannot be, or the workdir is another run's.
+      Stopped: a signal came.
+    """
+    config.check()
+    with listening() as listener:
+        if config.dry_run:
+            _dry_run(config, listener)
+        else:
+            _run(config, config.folder(), listener)
+
+
+def _run(config: Config, folder: Path, listener: Listener) -> None:
+    claim(config, folder)
+    _introduce(config)
+    print(f"compiling the train step under {config.label} …", flush=True)
+    program = comparison.build_quietly(config, config.remat)
+    _show_plans(program)
+    listener.check()
+    metrics = train(program, folder, listener)
+    entropy = data.unigram_entropy()
+    print(
+        f"loss {metrics[-1]['held_out_loss']:.3f} nats per byte on held-out text after "
+        f"{config.steps} steps; unigram entropy {entropy:.3f}"
+    )
+    rows = _compared(config, program, folder, listener) if config.compare else []
+    files.write(folder / PICTURE, picture.draw(config, rows, metrics, entropy))
+    written = [METRICS, *([TABLE] if rows else []), PICTURE]
+    print(f"written to {folder}: config.json, {', '.join(written)}")
+
+
+def _compared(
+    config: Config, program: Program, folder: Path, listener: Listener
+) -> list[comparison.Row]:
+    path = folder / TABLE
+    if path.exists():
+        rows = comparison.from_csv(path.read_text())
+        print(f"\n{path} is from an earlier run; remove it to measure again")
+    else:
+        found = comparison.programs(
+            config, {config.label: program}, listener, lambda labels: tqdm(labels, "compiling")
+        )
+        rows = comparison.race(
+            config, found, listener, lambda rounds: tqdm(rounds, "comparing", unit="round")
+        )
+        files.write(path, comparison.to_csv(rows))
+    print(f"\n{comparison.to_text(rows)}\n")
+    if note := comparison.note():
+        print(note)
+    return rows
+
+
+def _dry_run(config: Config, listener: Listener) -> None:
+    _introduce(config)
+    for name, value in config.identity().items():
+        print(f"  {name}: {value}")
+    print(f"  workdir: {config.folder()}")
+    found = comparison.programs(config, {}, listener, lambda labels: tqdm(labels, "compiling"))
+    for label, program in found.items():
+        print(f"\n{label}")
+        _show_plans(program)
+    print(f"\n{comparison.to_text(comparison.sizes(found))}\n")
+    if note := comparison.note():
+        print(note)
+
+
+def _introduce(config: Config) -> None:
+    state = jax.eval_shape(lambda: initial(config))
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    print(
+        f"text: pydoc_data.topics, {len(data.text()):,} bytes, unigram entropy "
+        f"{data.unigram_entropy():.3f} nats per byte\n"
+        f"model: {config.framework}, {config.layers} layers of width {config.width}, "
+        f"{count:,} parameters"
+    )
+
+
+def _show_plans(program: Program) -> None:
+    for plan in program.plans:
+        print(plan)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config))
+    except UserError as error:
+        print(f"train_lm.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Stopped as stopped:
+        print(f"stopped by {stopped}; the same command takes the run up again", file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    except KeyboardInterrupt:
+        sys.exit(130)

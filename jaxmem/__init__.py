@@ -1,0 +1,31 @@
+"""jaxmem: train JAX models that do not fit.
+
+In the order of the data's way: what a layer keeps (`policies`), how a stack is
+cut (`Plan`), what to decorate (`remat` and its short forms, `scan`, `linen`,
+`nnx`), and what came of it (`stacks`, `saved_residuals`, `memory_report`).
+"""
+
+from jaxmem import linen as linen
+from jaxmem import nnx as nnx
+from jaxmem import policies as policies
+from jaxmem.errors import JaxmemWarning as JaxmemWarning
+from jaxmem.errors import NoStackWarning as NoStackWarning
+from jaxmem.errors import OffloadWarning as OffloadWarning
+from jaxmem.find import LayerStack as LayerStack
+from jaxmem.inspect import PlannedStack as PlannedStack
+from jaxmem.inspect import stacks as stacks
+from jaxmem.plan import Plan as Plan
+from jaxmem.policies import Policy as Policy
+from jaxmem.problem import Problem as Problem
+from jaxmem.remat import remat as remat
+from jaxmem.remat import remat_dots as remat_dots
+from jaxmem.remat import remat_full as remat_full
+from jaxmem.remat import remat_offload as remat_offload
+from jaxmem.remat import remat_revolve as remat_revolve
+from jaxmem.remat import remat_sqrt as remat_sqrt
+from jaxmem.report import MemoryReport as MemoryReport
+from jaxmem.report import memory_report as memory_report
+from jaxmem.residuals import saved_residuals as saved_residuals
+from jaxmem.scan import scan as scan
+
+__version__ = "0.1.0"

@@ -1,0 +1,374 @@
+"""The one file that knows jax's private modules.
+
+Three things are needed that jax's public API does not give:
+
+* evaluating a jaxpr equation by equation, keeping source lines and name stacks;
+* the parts of a `scan` equation, whose parameters differ between releases;
+* primitives with rules of their own.  `stack_p` is a layer stack that has not
+  been differentiated yet; `tangent_p` is its linear part, whose transpose is the
+  schedule of the plan.  `jax.custom_vjp` would do for plain reverse mode, but
+  forbids forward mode, and under `vmap` it makes a copy of the parameters'
+  gradient for each example.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax._src import ad_util, core, effects, source_info_util
+from jax._src.interpreters import ad, batching, mlir
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core.primitives import scan_p
+
+Eqn = Any
+Aval = Any
+
+# ---------------------------------------------------------------- jaxprs
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """The parts of a scan equation; operands are consts, carry, xs, results carry, ys."""
+
+    body: ClosedJaxpr
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+
+def scan_parts(eqn: Eqn) -> Scan:
+    """What a `scan` equation holds, whatever the release calls it."""
+    params = eqn.params
+    if "num_carry" in params:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    else:  # jax 0.11 on
+        consts, carry, _ = params["ft_in"].unpack()
+        num_consts, num_carry = len(consts), len(carry)
+    return Scan(
+        body=params["jaxpr"],
+        num_consts=num_consts,
+        num_carry=num_carry,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+
+
+def is_scan(eqn: Eqn) -> bool:
+    return eqn.primitive is scan_p
+
+
+def as_closed(jaxpr: Any) -> ClosedJaxpr:
+    """A jaxpr from an equation's parameters, closed (some primitives hold them open)."""
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+
+
+def all_subjaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
+    """Every jaxpr in an equation's parameters."""
+    subs = [as_closed(sub) for sub in core.jaxprs_in_params(eqn.params)]
+    if is_stack(eqn):
+        subs.append(eqn.params["stack"].form.body.jaxpr)
+    return subs
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def trace(fn: Callable[..., Any], avals: Sequence[Aval]) -> ClosedJaxpr:
+    """The jaxpr of a function of flat arguments, for avals exactly as given (weak types and all)."""
+    return jax.make_jaxpr(fn)(*avals)
+
+
+def evaluate(
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    special: Callable[[Eqn, list[Any]], list[Any] | None] | None = None,
+    only: frozenset[int] | None = None,
+) -> list[Any]:
+    """Evaluate a jaxpr; outputs that depend on equations left out come back as None.
+
+    Args:
+      closed: the jaxpr.
+      args: its flat arguments; None where no equation in `only` needs one.
+      special: called with each equation and its operands; returns the results,
+        or None for the equation to be evaluated as it stands.
+      only: indices of the equations to evaluate; None for all.
+    """
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else env.get(atom)
+
+    last_use = _last_use(jaxpr, only)
+    for index, eqn in enumerate(jaxpr.eqns):
+        if only is not None and index not in only:
+            continue
+        operands = [read(atom) for atom in eqn.invars]
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with (
+            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+            eqn.ctx.manager,
+        ):
+            outs = special(eqn, operands) if special else None
+            if outs is None:
+                outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+                outs = outs if eqn.primitive.multiple_results else [outs]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for atom in last_use.get(index, ()):
+            env.pop(atom, None)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _last_use(jaxpr: Any, only: frozenset[int] | None) -> dict[int, list[Any]]:
+    """Values that no equation after the given one reads; dropped, so that eager arrays are freed."""
+    seen = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    last: dict[int, list[Any]] = {}
+    for index in range(len(jaxpr.eqns) - 1, -1, -1):
+        if only is not None and index not in only:
+            continue
+        for atom in jaxpr.eqns[index].invars:
+            if not is_literal(atom) and atom not in seen:
+                seen.add(atom)
+                last.setdefault(index, []).append(atom)
+    return last
+
+
+def needed(closed: ClosedJaxpr, outs: Iterable[Any], keep_effects: bool) -> frozenset[int]:
+    """Indices of the equations that these output atoms depend on."""
+    jaxpr = closed.jaxpr
+    wanted = {atom for atom in outs if not is_literal(atom)}
+    found = set()
+    for index in range(len(jaxpr.eqns) - 1, -1, -1):
+        eqn = jaxpr.eqns[index]
+        if any(var in wanted for var in eqn.outvars) or (keep_effects and eqn.effects):
+            found.add(index)
+            wanted.update(atom for atom in eqn.invars if not is_literal(atom))
+    return frozenset(found)
+
+
+def source_line(eqn: Eqn) -> str:
+    """Where the user's code made this equation: "file.py:12 (function)"."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def can_be_recomputed(closed: ClosedJaxpr) -> bool:
+    """Whether running this twice is harmless, as `jax.checkpoint` judges it."""
+    return not effects.remat_allowed_effects.filter_not_in(closed.effects)
+
+
+def zeros_like(x: Any) -> Any:
+    """Zeros of the cotangent type of an array, with its sharding and varying axes."""
+    return ad_util.zeros_like_aval(core.typeof(x).to_ct_aval())
+
+
+def zeros_for(aval: Aval) -> Any:
+    """Zeros of the cotangent type of an abstract value."""
+    return ad_util.zeros_like_aval(aval.to_ct_aval())
+
+
+def stacked(aval: Aval, length: int) -> Aval:
+    """The type of so many values of a type, stacked along a new leading axis."""
+    return core.unmapped_aval(length, 0, aval)
+
+
+def unfilled(aval: Aval, length: int) -> Any:
+    """Room for so many values of a type, to be written before it is read."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        zeros = jax.numpy.zeros((length, *words.shape), words.dtype)
+        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(aval))
+    return ad_util.zeros_like_aval(stacked(aval, length))
+
+
+def has_tangent(aval: Aval) -> bool:
+    """Whether values of this type can be differentiated at all."""
+    return aval.to_tangent_aval().dtype != jax.dtypes.float0
+
+
+# ---------------------------------------------------------------- primitives
+
+
+class Differentiable(Protocol):
+    """What `stack_p` carries: a stack with its policy.  Hashed by identity."""
+
+    def run(self, args: Sequence[Any]) -> list[Any]: ...
+
+    def batched(
+        self, batch: Callable[..., Any], flags: Sequence[bool]
+    ) -> tuple["Differentiable", list[bool], list[int], list[bool], list[int]]: ...
+
+    def jvp(
+        self, args: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]: ...
+
+    def out_avals(self) -> Sequence[Aval]: ...
+
+    @property
+    def effects(self) -> Any: ...
+
+
+class Linear(Protocol):
+    """What `tangent_p` carries: a linear map given its residuals.  Hashed by identity."""
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """Apply the map; in plain jax, differentiable in both arguments."""
+        ...
+
+    def pull(self, residuals: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        """Apply its transpose; a cotangent may be None for zero."""
+        ...
+
+    @property
+    def num_residuals(self) -> int: ...
+
+    @property
+    def tangent_avals(self) -> Sequence[Aval]: ...
+
+
+stack_p = Primitive("jaxmem_stack")
+stack_p.multiple_results = True
+tangent_p = Primitive("jaxmem_stack_tangent")
+tangent_p.multiple_results = True
+
+
+def bind_stack(stack: Differentiable, args: Sequence[Any]) -> list[Any]:
+    return stack_p.bind(*args, stack=stack)
+
+
+def bind_tangent(linear: Linear, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    return tangent_p.bind(*residuals, *tangents, linear=linear)
+
+
+def is_stack(eqn: Eqn) -> bool:
+    """Whether an equation is a layer stack that has its policy already."""
+    return eqn.primitive is stack_p
+
+
+@stack_p.def_impl
+def _(*args: Any, stack: Differentiable) -> list[Any]:
+    return stack.run(args)
+
+
+@stack_p.def_effectful_abstract_eval
+def _(*avals: Aval, stack: Differentiable) -> tuple[Sequence[Aval], Any]:
+    return stack.out_avals(), stack.effects
+
+
+mlir.register_lowering(
+    stack_p, mlir.lower_fun(lambda *args, stack: stack.run(args), multiple_results=True)
+)
+
+
+def _stack_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, stack: Differentiable
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    given = [None if type(t) is ad.Zero else t for t in tangents]
+    outs, out_tangents = stack.jvp(primals, given)
+    return outs, [
+        ad.Zero(core.typeof(out).to_tangent_aval()) if t is None else t
+        for out, t in zip(outs, out_tangents, strict=True)
+    ]
+
+
+ad.primitive_jvps[stack_p] = _stack_jvp
+
+
+def _stack_transpose(cts: Sequence[Any], *args: Any, stack: Differentiable) -> list[Any]:
+    # Only `jax.linear_transpose` of a stack that is itself linear comes here.
+    linear = [ad.is_undefined_primal(arg) for arg in args]
+
+    def run(*lin: Any) -> list[Any]:
+        rest = iter(lin)
+        return stack.run([next(rest) if is_lin else a for is_lin, a in zip(linear, args)])
+
+    specs = [arg.aval for arg in args if ad.is_undefined_primal(arg)]
+    given = [ad.instantiate_zeros(ct) if type(ct) is ad.Zero else ct for ct in cts]
+    found = iter(jax.linear_transpose(run, *specs)(given))
+    return [next(found) if is_lin else None for is_lin in linear]
+
+
+ad.primitive_transposes[stack_p] = _stack_transpose
+
+
+def _stack_batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, stack: Differentiable
+) -> tuple[list[Any], list[Any]]:
+    def batch(body: ClosedJaxpr, flags: Sequence[bool], instantiate: Sequence[bool]) -> Any:
+        return batching.batch_jaxpr(body, axis_data, list(flags), list(instantiate))
+
+    is_batched = [dim is not None for dim in dims]
+    new, in_flags, in_axes, out_flags, out_axes = stack.batched(batch, is_batched)
+    moved = []
+    for arg, dim, flag, axis in zip(args, dims, in_flags, in_axes, strict=True):
+        if flag and dim is None:
+            arg = batching.broadcast(arg, axis_data.size, axis, axis_data.explicit_mesh_axis)
+        elif flag:
+            arg = batching.moveaxis(arg, dim, axis)
+        moved.append(arg)
+    outs = bind_stack(new, moved)
+    return outs, [
+        axis if flag else None
+        for flag, axis in zip(out_flags, out_axes, strict=True)
+    ]
+
+
+batching.fancy_primitive_batchers[stack_p] = _stack_batch
+
+
+def _tangent_run(*args: Any, linear: Linear) -> list[Any]:
+    split = linear.num_residuals
+    return linear.push(args[:split], args[split:])
+
+
+tangent_p.def_impl(_tangent_run)
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent_run, multiple_results=True))
+
+
+@tangent_p.def_abstract_eval
+def _(*avals: Aval, linear: Linear) -> Sequence[Aval]:
+    return linear.tangent_avals
+
+
+def _tangent_transpose(cts: Sequence[Any], *args: Any, linear: Linear) -> list[Any]:
+    split = linear.num_residuals
+    given = [None if type(ct) is ad.Zero else ct for ct in cts]
+    return [None] * split + linear.pull(args[:split], given)
+
+
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+
+
+def _tangent_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, linear: Linear
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    # A second derivative: differentiate the plain form.
+    given = [ad.instantiate_zeros(t) for t in tangents]
+    return jax.jvp(lambda *args: _tangent_run(*args, linear=linear), list(primals), given)
+
+
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+
+
+def _tangent_batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, linear: Linear
+) -> tuple[list[Any], list[int]]:
+    # Forward mode under vmap: batch the plain form.  (A stack that is mapped and
+    # then differentiated is batched as a whole, by `_stack_batch`.)
+    mapped = jax.vmap(
+        lambda *args: _tangent_run(*args, linear=linear),
+        in_axes=list(dims),
+        axis_size=axis_data.size,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+    outs = mapped(*args)
+    return outs, [0] * len(outs)
+
+
+batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
+

@@ -1,0 +1,113 @@
+"""Revolve plans: a fixed number of carries, moved as the backward pass goes.
+
+The schedule is a table with one row for each layer: which positions the slots
+hold when that layer is reversed (`jaxmem.solve.revolve`).  One loop goes over
+the rows from the last layer to the first, with an inner loop that advances from
+the nearest carry held and stores on the way what the row asks for.  The program
+has the same size for any number of layers.
+
+The forward pass is the schedule's first sweep.  It keeps the last layer's tape,
+with which the way down starts; so the evaluations are those of the published
+schedule, none more.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmem import _jax
+from jaxmem.execute.forms import CARRY_NAME, Form
+from jaxmem.execute.state import Cotangents, buffer, load, pull, start, store
+from jaxmem.layer import Layer
+from jaxmem.solve import schedule
+
+Kept = tuple[list[Any], list[Any]]  # carries in slots 1, 2, …; tape of the last layer
+
+
+def forward(
+    form: Form, layer: Layer, slots: int, args: Sequence[Any]
+) -> tuple[list[Any], Kept]:
+    """(results, what is kept)."""
+    consts, init, xs = form.body.split_in(args)
+    last = form.length - 1
+    held = jnp.asarray(schedule(form.length, slots).held[last][1:], jnp.int32)
+    ys = [_jax.unfilled(aval, form.length) for aval in form.body.split_out(form.body.jaxpr.out_avals)[1]]
+
+    def write(ys: Any, y: Any, i: Any) -> Any:
+        at = form.index(i)
+        return [lax.dynamic_update_index_in_dim(r, v, at, 0) for r, v in zip(ys, y, strict=True)]
+
+    def step(state: Any, i: Any) -> Any:
+        carry, kept, ys = state
+        carry, y = layer.advance(consts, carry, form.at(xs, i))
+        return (carry, _keep(kept, carry, i + 1, held), write(ys, y, i)), None
+
+    (carry, kept, ys), _ = lax.scan(
+        step,
+        (init, buffer(init, held.size) if held.size else [], ys),
+        jnp.arange(last, dtype=jnp.int32),
+        unroll=form.unrolled(last),
+    )
+    carry, y, tape = layer.tape(consts, carry, form.at(xs, last), with_y=True)
+    kept = [checkpoint_name(k, CARRY_NAME) for k in kept]
+    return [*carry, *write(ys, y, last)], (kept, tape)
+
+
+def backward(
+    form: Form,
+    layer: Layer,
+    slots: int,
+    args: Sequence[Any],
+    kept: Kept,
+    ct_carry: Sequence[Any],
+    ct_ys: Sequence[Any],
+) -> Cotangents:
+    """Cotangents of the operands; cotangents of results may be None for zero."""
+    consts, init, xs = form.body.split_in(args)
+    carries, tape = kept
+    last = form.length - 1
+    table = schedule(form.length, slots)
+    held = np.asarray(table.held, np.int32)
+    restart = np.asarray(table.restart, np.int32)
+    state = start(layer, args, ct_carry)
+    state = pull(form, layer, args, ct_ys, state, last, tape)
+    if last == 0:
+        return state
+    rows = {
+        "layer": np.arange(last, dtype=np.int32),
+        "held": held[:last, 1:],
+        "slot": restart[:last],
+        # Where the carry in that slot stands, before this row's stores.
+        "from": held[np.arange(1, last + 1), restart[:last]],
+    }
+
+    def down(loop: Any, row: Any) -> Any:
+        state, carries = loop
+
+        def advance(i: Any, at: Any) -> Any:
+            carry, carries = at
+            carry = layer.step(consts, carry, form.at(xs, i))
+            return carry, _keep(carries, carry, i + 1, row["held"])
+
+        begin = load(carries, init, row["slot"] - 1)
+        carry, carries = lax.fori_loop(row["from"], row["layer"], advance, (begin, carries))
+        _, _, tape = layer.tape(consts, carry, form.at(xs, row["layer"]))
+        state = pull(form, layer, args, ct_ys, state, row["layer"], tape)
+        return (state, carries), None
+
+    (state, _), _ = lax.scan(
+        down, (state, carries), {k: jnp.asarray(v) for k, v in rows.items()}, reverse=True
+    )
+    return state
+
+
+def _keep(kept: list[Any], carry: Sequence[Any], position: Any, held: Any) -> list[Any]:
+    """Store a carry if the row's slots are to hold its position."""
+    if not kept or not held.shape[0]:
+        return kept
+    match = held == position
+    return store(kept, carry, jnp.argmax(match).astype(jnp.int32), jnp.any(match))

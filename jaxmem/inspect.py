@@ -1,0 +1,70 @@
+"""`stacks`: which layer stacks a function has, and the plan that each one got."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxmem import _jax, find
+from jaxmem.find import LayerStack
+from jaxmem.plan import Plan
+from jaxmem.policies import NoRemat, Policy
+from jaxmem.problem import Problem
+from jaxmem.rewrite import as_stack
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStack:
+    """A layer stack with its sizes and its plan.
+
+    Attributes:
+      stack: where it is and how long.
+      policy: what it was given; `policies.none()` where nothing was.
+      problem: its bytes, for a derivative with respect to all of its inputs.
+      plan: what the policy makes of these.
+    """
+
+    stack: LayerStack
+    policy: Policy | Plan
+    problem: Problem
+    plan: Plan
+
+    def __str__(self) -> str:
+        return f"{self.stack}\n{self.plan}"
+
+
+def stacks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[PlannedStack]:
+    """The layer stacks that a call of `fn` runs, decorated or not, in order.
+
+    Nothing is computed; arguments may be `jax.ShapeDtypeStruct`s.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> @jaxmem.remat_sqrt
+    ... def model(weights, h):
+    ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+    >>> found = jaxmem.stacks(model, jnp.ones((64, 4, 4)), jnp.ones(4))
+    >>> print(found[0].plan)
+    Plan of 64 layers: 12 segments of 5 and one of 4, 64 extra forward evaluations
+      |....|....|....|....|....|....|....|....|....|....|....|....|...
+      | carry kept   . computed again
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in leaves]
+
+    def flat(*arrays: Any) -> Any:
+        given = iter(arrays)
+        full = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
+        args, kwargs = jax.tree.unflatten(tree, full)
+        out = fn(*args, **kwargs)
+        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+    closed = jax.make_jaxpr(flat)(*(leaf for t, leaf in zip(traced, leaves, strict=True) if t))
+    return [_planned(info, eqn) for info, eqn in find.find(closed).stacks]
+
+
+def _planned(info: LayerStack, eqn: Any) -> PlannedStack:
+    stack = eqn.params["stack"] if _jax.is_stack(eqn) else as_stack(eqn, NoRemat())
+    operands = [_jax.has_tangent(atom.aval) for atom in eqn.invars]
+    layer = stack.layer(operands)
+    return PlannedStack(info, stack.policy, layer.problem(info.length), stack.plan(layer))

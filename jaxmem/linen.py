@@ -1,0 +1,277 @@
+"""Flax linen modules under a policy, with names, state and random keys as they were.
+
+A method of a module is made a pure function of its variables and keys the way
+flax lifts its own transformations (`flax.core.lift.pack`); the policy is
+applied to the stacks in that function.  Unlike flax's `nn.remat` this renames
+nothing, takes keyword arguments and has no ``static_argnums``: what is no array
+is static.
+
+Decorate a class that holds an `nn.scan`, or decorate a layer and stack it with
+`scan` of this file.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import linen as nn
+from flax.core import lift
+from flax.linen import module as linen_module
+from flax.linen import transforms
+
+from jaxmem._scope import (
+    declared_choice,
+    inside_layer_scope,
+    layer_scope,
+    method_names,
+    plain_method,
+    stack_choice,
+    subclass,
+)
+from jaxmem.rewrite import Choice, rewritten
+
+# linen marks the functions that it has wrapped with its own bookkeeping
+# (setup, compact scopes, captured outputs), and wraps no function twice.
+_HANDLED = "method_handler_wrapped"
+
+# ---------------------------------------------------------------- API
+
+
+def scan(
+    target: Any,
+    variable_axes: Mapping[Any, Any] | None = None,
+    variable_broadcast: Any = False,
+    variable_carry: Any = False,
+    split_rngs: Mapping[Any, bool] | None = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    data_transform: Callable[..., Any] | None = None,
+    metadata_params: Mapping[Any, Any] | None = None,
+    methods: Any = None,
+    *,
+    remat: Any = None,
+    **options: Any,
+) -> Any:
+    """`flax.linen.scan` of a layer, the stack being under a policy.
+
+    Everything but `remat` is `nn.scan`'s own, and names, variables and results
+    are those that `nn.scan` gives: weights are stacked along the axis in
+    `variable_axes`, whatever the policy.
+
+    Args:
+      target: a linen class, or a function ``(module, carry, *xs)``.
+      remat: name of a policy, policy or `Plan`.  None takes it from the
+        decorator of the layer; without one this is `nn.scan`.
+      options: further arguments of `nn.scan`.
+
+    Raises:
+      ValueError: the layer's decorator and `remat` disagree.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> from flax import linen as nn
+    >>> @jaxmem.remat_sqrt
+    ... class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x, _):
+    ...         return x + nn.Dense(x.shape[-1])(nn.relu(x)), None
+    >>> stack = jaxmem.linen.scan(
+    ...     Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=16
+    ... )()
+    >>> variables = stack.init(jax.random.key(0), jnp.ones((2, 4)), None)
+    >>> variables["params"]["Dense_0"]["kernel"].shape
+    (16, 4, 4)
+    """
+    arguments = dict(
+        variable_axes=variable_axes or {},
+        variable_broadcast=variable_broadcast,
+        variable_carry=variable_carry,
+        split_rngs=split_rngs or {},
+        in_axes=in_axes,
+        out_axes=out_axes,
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+        data_transform=data_transform,
+        metadata_params=metadata_params or {},
+        **options,
+    )
+    if isinstance(target, functools.partial) and _is_module_class(_innermost(target)):
+        stack = scan(target.func, methods=methods, remat=remat, **arguments)
+        return functools.partial(stack, *target.args, **target.keywords)
+    if _is_module_class(target):
+        return _scan_class(target, methods, remat, arguments)
+    if not callable(target) or isinstance(target, nn.Module):
+        raise TypeError(
+            "jaxmem.linen.scan takes a linen class or a function (module, carry, *xs), got "
+            f"{_short(target)}; for a module instance pass its class here and the fields to what "
+            "comes back"
+        )
+    return _scan_function(target, remat, arguments)
+
+
+def remat_class(cls: Any, choice: Choice, methods: Any = ("__call__",)) -> Any:
+    """A class that passes for `cls`, with these methods under a policy.
+
+    It is a subclass: `cls` itself stays as it is.
+
+    Raises:
+      TypeError: a name in `methods` is no plain method of `cls`.
+      ValueError: a method is under another policy already.
+    """
+    lifted = {
+        name: _under_policy(plain_method(cls, name, choice), choice)
+        for name in method_names(methods)
+    }
+    return subclass(cls, {"__jaxmem_choice__": choice, **lifted})
+
+
+def remat_instance(module: nn.Module, choice: Choice, methods: Any = ("__call__",)) -> nn.Module:
+    """The module with these methods under a policy: same fields, name, parent and variables.
+
+    Raises: as `remat_class`.
+    """
+    cls = remat_class(type(module), choice, methods)
+    if module.parent is None:
+        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+        return cls(**fields)
+    # The name is taken and the scope is open already: the new object takes both over.
+    twin = object.__new__(cls)
+    twin.__dict__.update(module.__dict__)
+    if isinstance(module.parent, nn.Module) and module.name is not None:
+        children = module.parent._state.children
+        if children.get(module.name) is module:
+            children[module.name] = twin
+    return twin
+
+
+def call_method(
+    fn: Callable[..., Any],
+    choice: Choice,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """``fn(module, *args, **kwargs)`` under a policy; `fn` is a method as written in its class."""
+    if module.scope is None or inside_layer_scope(module):
+        return fn(module, *args, **kwargs)
+    body = fn if hasattr(fn, _HANDLED) else _entered(fn)
+    return _lift(body, choice)(module, *args, **kwargs)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _lift(method: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
+    """`method` of a bound module, run as a rewritten pure function of its variables and keys."""
+
+    def transform(scope_function: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(
+            scope_of: Any, variables_of: Any, variables: Any, keys: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            def pure(variables: Any, keys: Any, args: Any, kwargs: Any) -> Any:
+                scopes = scope_of(variables, keys)
+                result = scope_function(scopes, *args, **kwargs)
+                return result, variables_of(scopes)
+
+            pure.__name__ = getattr(method, "__name__", "method")
+            pure.__qualname__ = getattr(method, "__qualname__", "method")
+            return rewritten(pure, choice)(variables, keys, args, kwargs)
+
+        everything = (True,)
+        return lift.pack(inner, everything, everything, everything, enable_kwargs=True)
+
+    return transforms.decorator_lift_transform(transform, method)
+
+
+def _under_policy(method: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
+    lifted = _lift(_as_layer(method), choice)
+
+    @functools.wraps(method)
+    def with_policy(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # An unbound module holds nothing to lift: linen says what is wrong, if anything is.
+        if self.scope is None or inside_layer_scope(self):
+            return method(self, *args, **kwargs)
+        return lifted(self, *args, **kwargs)
+
+    vars(with_policy)["__jaxmem_choice__"] = choice
+    return with_policy
+
+
+def _as_layer(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, its module's own policy being spent (a super() call meets it again)."""
+
+    @functools.wraps(method)
+    def layer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with layer_scope(module):
+            return method(module, *args, **kwargs)
+
+    return layer
+
+
+def _entered(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` for the clone of a module whose method linen has entered already.
+
+    linen keeps its books (captured outputs, tabulated calls, compact flags) on
+    the outer module; of these steps the clone needs only two: its `setup`, and
+    to be the parent of the modules that `fn` makes.
+    """
+
+    @functools.wraps(fn)
+    def entered(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        module._try_setup()
+        stack = linen_module._context.module_stack
+        stack.append(module)
+        try:
+            return fn(module, *args, **kwargs)
+        finally:
+            stack.pop()
+
+    setattr(entered, _HANDLED, True)
+    return entered
+
+
+def _scan_class(target: Any, methods: Any, remat: Any, arguments: dict[str, Any]) -> Any:
+    names = method_names(methods)
+    layers = {name: plain_method(target, name, None) for name in names}
+    choice = stack_choice(
+        remat, [declared_choice(target), *(declared_choice(layers[name]) for name in names)]
+    )
+    if choice is None:
+        return nn.scan(target, methods=methods, **arguments)
+    layer = subclass(target, {name: _as_layer(method) for name, method in layers.items()})
+    return remat_class(nn.scan(layer, methods=methods, **arguments), choice, names)
+
+
+def _scan_function(target: Any, remat: Any, arguments: dict[str, Any]) -> Any:
+    scanned = nn.scan(_as_layer(target), **arguments)
+    if remat is not None:
+        stack_choice(remat, [declared_choice(target)])  # say what is wrong with it at once
+
+    @functools.wraps(scanned)
+    def stack(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        declared = [declared_choice(target)]
+        if not inside_layer_scope(module):
+            declared.append(declared_choice(type(module)))
+        choice = stack_choice(remat, declared)
+        if choice is None:
+            return scanned(module, *args, **kwargs)
+        return _lift(scanned, choice)(module, *args, **kwargs)
+
+    return stack
+
+
+def _is_module_class(target: Any) -> bool:
+    return isinstance(target, type) and issubclass(target, nn.Module)
+
+
+def _innermost(target: Any) -> Any:
+    return _innermost(target.func) if isinstance(target, functools.partial) else target
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,416 @@
+"""Policies: what to keep for the backward pass, as plain values.
+
+A policy is frozen, hashable and compared by value.  Two kinds exist.
+
+*Layer policies* say which values of one layer are kept: `full` (none),
+`dots`, `dots_no_batch`, `names`, `from_jax`, and unions of those with ``|``.
+*Stack policies* say how a stack of layers is cut: `none`, `sqrt`, `revolve`,
+`offload`.  A layer policy given for a stack keeps every carry and applies to
+each layer.
+
+>>> import jaxmem
+>>> jaxmem.policies.sqrt(levels=2) == jaxmem.policies.sqrt(levels=2)
+True
+>>> jaxmem.policies.names(save=["attn"]) | jaxmem.policies.dots()
+Either(first=Names(save=('attn',), offload=()), second=Dots(batch=True))
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmem.errors import check_positive
+
+# ---------------------------------------------------------------- types
+
+
+class Policy:
+    """Base of all policies: a value from which, with the sizes of a stack, a `Plan` is made."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `policies.from_json` reads back."""
+        fields = dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
+        return {"policy": _NAME_OF[type(self)], **fields}
+
+
+class LayerPolicy(Policy):
+    """Base of the policies that say what one layer keeps."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The `checkpoint_name`s that this policy speaks of."""
+        return frozenset()
+
+    @property
+    def jax_policy(self) -> Callable[..., Any]:
+        """The policy for `jax.checkpoint`, one of jax's own objects wherever it has one.
+
+        jax tells its policies apart by class in places; a wrapper of ours would
+        silently mean "recompute everything" there.
+        """
+        raise NotImplementedError
+
+    def __or__(self, other: "LayerPolicy") -> "LayerPolicy":
+        """Keep what either policy keeps."""
+        if not isinstance(other, LayerPolicy):
+            return NotImplemented
+        return Either(self, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRemat(Policy):
+    """Keep everything, as jax does by itself."""
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(LayerPolicy):
+    """Keep nothing inside a layer; the layer is computed again from its carry."""
+
+    @property
+    def jax_policy(self) -> Callable[..., Any]:
+        return jax.checkpoint_policies.nothing_saveable
+
+
+@dataclasses.dataclass(frozen=True)
+class Dots(LayerPolicy):
+    """Keep the results of matrix products (and convolutions).
+
+    Attributes:
+      batch: whether products with batch dimensions (attention scores, anything
+        under `vmap`) are kept too.
+    """
+
+    batch: bool = True
+
+    @property
+    def jax_policy(self) -> Callable[..., Any]:
+        if self.batch:
+            return jax.checkpoint_policies.dots_saveable
+        return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+@dataclasses.dataclass(frozen=True)
+class Names(LayerPolicy):
+    """Keep the values that `jax.ad_checkpoint.checkpoint_name` named, on the device or the host.
+
+    Attributes:
+      save: names kept on the device.
+      offload: names sent to the host and brought back.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("save", "offload"):
+            value = getattr(self, field)
+            if isinstance(value, str):
+                value = (value,)
+            value = tuple(value)
+            if bad := [name for name in value if not isinstance(name, str)]:
+                raise TypeError(f"{field}= takes names (str), got {bad[0]!r}")
+            # Sorted and without repeats, so that equal sets are equal values.
+            object.__setattr__(self, field, tuple(sorted(set(value))))
+        if both := sorted(set(self.save) & set(self.offload)):
+            raise ValueError(
+                f"contradictory policy: {', '.join(map(repr, both))} both saved on the device and "
+                "offloaded to the host; give each name to save= or to offload=, not to both"
+            )
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.save) | frozenset(self.offload)
+
+    @property
+    def jax_policy(self) -> Callable[..., Any]:
+        if not self.offload:
+            return jax.checkpoint_policies.save_only_these_names(*self.save)
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(self.save),
+            names_which_can_be_offloaded=list(self.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FromJax(LayerPolicy):
+    """Any policy of `jax.checkpoint_policies`, or a function of the same kind.
+
+    Attributes:
+      policy: what `jax.checkpoint(policy=...)` takes.
+    """
+
+    policy: Callable[..., Any]
+
+    @property
+    def jax_policy(self) -> Callable[..., Any]:
+        return self.policy
+
+    def to_json(self) -> dict[str, Any]:
+        for name, known in vars(jax.checkpoint_policies).items():
+            if known is self.policy:
+                return {"policy": "from_jax", "name": name}
+        raise ValueError(
+            f"{self.policy!r} is code, which a plan's JSON cannot hold; use jaxmem.policies.names, "
+            ".dots or a plain member of jax.checkpoint_policies in plans that are saved"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Either(LayerPolicy):
+    """Keep what `first` or `second` keeps; written ``first | second``."""
+
+    first: LayerPolicy
+    second: LayerPolicy
+
+    def __post_init__(self) -> None:
+        Names(
+            save=self._collect("save"), offload=self._collect("offload")
+        )  # raises where they contradict each other
+
+    def _collect(self, field: str) -> tuple[str, ...]:
+        found: tuple[str, ...] = ()
+        for part in (self.first, self.second):
+            if isinstance(part, Either):
+                found += part._collect(field)
+            elif isinstance(part, Names):
+                found += getattr(part, field)
+        return found
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.first.names | self.second.names
+
+    @property
+    def jax_policy(self) -> Callable[..., Any]:
+        first, second = self.first.jax_policy, self.second.jax_policy
+
+        def either(prim: Any, *args: Any, **params: Any) -> Any:
+            # jax's own save_from_both_policies refuses offloading policies.
+            kept = first(prim, *args, **params)
+            return kept if _keeps(kept) else second(prim, *args, **params)
+
+        return either
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "policy": "either",
+            "first": self.first.to_json(),
+            "second": self.second.to_json(),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Sqrt(Policy):
+    """Keep every c-th carry and compute the segments between them again.
+
+    Attributes:
+      segments: into how many segments the stack is cut, at most; one number for
+        each level if several are given.  None takes the cut that needs the
+        fewest bytes for the layer's own carry and tape.
+      levels: how many times the cut is nested; each level is one more forward,
+        memory goes as (levels + 1) n^(1 / (levels + 1)).
+    """
+
+    segments: int | tuple[int, ...] | None = None
+    levels: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.segments, Sequence):
+            object.__setattr__(self, "segments", tuple(self.segments))
+        if self.segments is not None:
+            each = self.segments if isinstance(self.segments, tuple) else (self.segments,)
+            for number in each:
+                check_positive("segments", number)
+        check_positive("levels", self.levels)
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Revolve(Policy):
+    """The optimal schedule for a fixed number of carries (Griewank & Walther 2000).
+
+    Attributes:
+      slots: how many carries are kept, the initial state counted in.
+    """
+
+    slots: int = 8
+
+    def __post_init__(self) -> None:
+        check_positive("slots", self.slots)
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload(Policy):
+    """Keep every carry, on the host; layers are computed again from them.
+
+    Attributes:
+      names: named values of the layer that go to the host as well.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", Names(offload=self.names).offload)
+
+
+
+# ---------------------------------------------------------------- API
+
+
+def none() -> NoRemat:
+    """Keep everything, as jax does by itself."""
+    return NoRemat()
+
+
+def full() -> Full:
+    """Keep each layer's carry and nothing inside a layer."""
+    return Full()
+
+
+def dots() -> Dots:
+    """Keep carries and the results of all matrix products."""
+    return Dots()
+
+
+def dots_no_batch() -> Dots:
+    """Keep carries and the results of matrix products without batch dimensions."""
+    return Dots(batch=False)
+
+
+def names(save: Iterable[str] | str = (), offload: Iterable[str] | str = ()) -> Names:
+    """Keep carries and the named values: `save` on the device, `offload` on the host.
+
+    Raises:
+      ValueError: a name is in both.
+    """
+    return Names(save, offload)  # pyright: ignore[reportArgumentType]
+
+
+def from_jax(policy: Callable[..., Any]) -> FromJax:
+    """Keep carries and what a policy of `jax.checkpoint_policies` keeps."""
+    return FromJax(policy)
+
+
+def sqrt(segments: int | Sequence[int] | None = None, levels: int = 1) -> Sqrt:
+    """Keep every c-th carry, c chosen for the layer's own sizes; see `Sqrt`."""
+    return Sqrt(segments, levels)  # pyright: ignore[reportArgumentType]
+
+
+def revolve(slots: int = 8) -> Revolve:
+    """Keep `slots` carries, scheduled optimally; see `Revolve`."""
+    return Revolve(slots)
+
+
+def offload(names: Iterable[str] | str = ()) -> Offload:
+    """Keep carries, and values of these names, in host memory."""
+    return Offload(names)  # pyright: ignore[reportArgumentType]
+
+
+def parse(policy: "str | Policy | Callable[..., Any]", **options: Any) -> Policy:
+    """The policy meant by a name, a policy, or a policy of `jax.checkpoint_policies`.
+
+    Options (``slots=8``, ``levels=2``) go with a name.
+
+    Raises:
+      ValueError: the name is unknown; the text lists the known ones.
+      TypeError: it is nothing of the kind, or the options do not belong to it.
+
+    >>> import jaxmem
+    >>> jaxmem.policies.parse("revolve", slots=4)
+    Revolve(slots=4)
+    """
+    if isinstance(policy, str):
+        if policy not in _BY_NAME:
+            raise ValueError(
+                f"unknown remat policy {policy!r}; known are {', '.join(map(repr, _BY_NAME))}, or "
+                "pass a policy from jaxmem.policies or a jaxmem.Plan"
+            )
+        make = _BY_NAME[policy]
+        accepted = inspect.signature(make).parameters
+        if wrong := [name for name in options if name not in accepted]:
+            takes = f"takes {', '.join(accepted)}" if accepted else "takes no options"
+            raise TypeError(f"policy {policy!r} has no option {wrong[0]!r}; it {takes}")
+        return make(**options)
+    if options:
+        raise TypeError(
+            f"options {', '.join(options)} go with the name of a policy, and {policy!r} is complete "
+            "in itself"
+        )
+    if isinstance(policy, Policy):
+        return policy
+    if callable(policy) and not isinstance(policy, type):
+        return FromJax(policy)
+    raise TypeError(
+        f"remat takes the name of a policy ({', '.join(map(repr, _BY_NAME))}), a policy from "
+        f"jaxmem.policies or a jaxmem.Plan, got {policy!r} of type {type(policy).__name__}"
+    )
+
+
+def from_json(data: Any) -> Policy:
+    """The policy that `Policy.to_json` wrote.
+
+    Raises:
+      ValueError: it is not one; the text names the key.
+    """
+    if not isinstance(data, dict) or "policy" not in data:
+        raise ValueError(f'expected an object with the key "policy", got {data!r}')
+    fields = {key: value for key, value in data.items() if key != "policy"}
+    name = data["policy"]
+    if name == "from_jax":
+        known = getattr(jax.checkpoint_policies, str(fields.get("name")), None)
+        if known is None:
+            raise ValueError(f"name: jax.checkpoint_policies has no {fields.get('name')!r}")
+        return FromJax(known)
+    if name == "either":
+        parts = [from_json(fields.get(key)) for key in ("first", "second")]
+        if bad := [part for part in parts if not isinstance(part, LayerPolicy)]:
+            raise ValueError(f"either: {bad[0]!r} says how to cut a stack, not what a layer keeps")
+        return Either(*parts)  # pyright: ignore[reportArgumentType]
+    kinds = {value: key for key, value in _NAME_OF.items()}
+    if name not in kinds:
+        raise ValueError(f"policy: unknown {name!r}; known are {', '.join(map(repr, kinds))}")
+    try:
+        return kinds[name](**fields)
+    except TypeError as error:
+        raise ValueError(f"policy {name!r}: {error}") from None
+
+
+# ---------------------------------------------------------------- implementation
+
+
+_BY_NAME: dict[str, Callable[..., Policy]] = {
+    "none": none,
+    "full": full,
+    "dots": dots,
+    "dots_no_batch": dots_no_batch,
+    "sqrt": sqrt,
+    "revolve": revolve,
+    "offload": offload,
+    "names": names,
+}
+
+_NAME_OF: dict[type, str] = {
+    NoRemat: "none",
+    Full: "full",
+    Dots: "dots",
+    Names: "names",
+    FromJax: "from_jax",
+    Either: "either",
+    Sqrt: "sqrt",
+    Revolve: "revolve",
+    Offload: "offload",
+}
+
+
+def _keeps(verdict: Any) -> bool:
+    """Whether a jax policy's answer (bool, or one of its marker types) means anything but recompute."""
+    if isinstance(verdict, bool):
+        return verdict
+    return type(verdict).__name__ != "RecomputeType"

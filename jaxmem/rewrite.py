@@ -1,0 +1,284 @@
+"""Applies a policy to the layer stacks of any function: trace, find, replace, evaluate.
+
+The function is traced to its jaxpr as it stands, whatever wrote it, and
+evaluated with each stack bound to its policy.  Everything else is evaluated
+equation by equation, so that values, random numbers and source lines are those
+of the undecorated function.
+"""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax, find
+from jaxmem.choose import choose
+from jaxmem.errors import NoStackWarning, OffloadWarning, check_positive
+from jaxmem.execute import Form
+from jaxmem.find import LayerStack, Where
+from jaxmem.layer import Body
+from jaxmem.plan import Plan
+from jaxmem.policies import LayerPolicy, Names, NoRemat, Offload, Policy
+from jaxmem.problem import Problem
+from jaxmem.stack import Stack
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a decorator was told.
+
+    Attributes:
+      policy: for the stacks.
+      where: which of several stacks; a predicate on `LayerStack`, or an index.
+      min_length: shorter scans are not taken for stacks.
+    """
+
+    policy: Policy | Plan
+    where: Where | None = None
+    min_length: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive("min_length", self.min_length)
+
+
+# ---------------------------------------------------------------- API
+
+
+def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
+    """`fn` with the policy applied to its outermost scans.
+
+    Arguments that are jax arrays are traced; all others are static by
+    themselves, as are outputs that are no arrays.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = [isinstance(leaf, jax.Array) for leaf in leaves]
+        static_out: Any = None
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal static_out
+            given = iter(arrays)
+            full = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, full)
+            outs, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+            is_array = [isinstance(out, jax.Array | np.ndarray) for out in outs]
+            static_out = out_tree, [None if a else o for a, o in zip(is_array, outs)], is_array
+            return [out for a, out in zip(is_array, outs, strict=True) if a]
+
+        arrays = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
+        closed = jax.make_jaxpr(flat)(*arrays)
+        outs = iter(evaluate(closed, arrays, choice, _describe(fn)))
+        out_tree, statics, is_array = static_out
+        return jax.tree.unflatten(
+            out_tree, [next(outs) if a else s for a, s in zip(is_array, statics, strict=True)]
+        )
+
+    return run
+
+
+def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: str) -> list[Any]:
+    """Evaluate a jaxpr with the policy applied to its stacks."""
+    if isinstance(choice.policy, NoRemat):
+        return _jax.evaluate(closed, args)
+    found = find.find(closed)
+    chosen = _chosen(found, choice, label)
+    _check_names(closed, choice.policy)
+    if not chosen:
+        if any(_jax.is_stack(eqn) for _, eqn in found.stacks):
+            return _jax.evaluate(closed, args)  # planned already, by a decorator further in
+        return _checkpoint_whole(closed, args, choice, found, label)
+    _warn_of_host(choice.policy)
+    for info, eqn in chosen:
+        _check_stack(info, eqn, choice.policy)
+    targets = {id(eqn) for _, eqn in chosen}
+
+    def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        if id(eqn) in targets:
+            return _jax.bind_stack(as_stack(eqn, choice.policy), operands)
+        if any(_holds(sub, targets) for sub in find.subjaxprs(eqn)):
+            return _through(eqn, operands, special)
+        return None
+
+    return _jax.evaluate(closed, args, special)
+
+
+# ---------------------------------------------------------------- choosing
+
+
+def _chosen(found: find.Found, choice: Choice, label: str) -> list[tuple[LayerStack, Any]]:
+    stacks = [
+        (info, eqn)
+        for info, eqn in found.stacks
+        if info.length >= choice.min_length and not _jax.is_stack(eqn)
+    ]
+    where = choice.where
+    if where is None or not stacks:
+        return stacks
+    if callable(where):
+        picked = [(info, eqn) for info, eqn in stacks if where(info)]
+    else:
+        picked = [(info, eqn) for info, eqn in stacks if info.index == where]
+    if not picked:
+        listing = "\n".join(f"  {info}" for info, _ in stacks)
+        raise ValueError(f"where={where!r} chooses none of the stacks of {label}; there are\n{listing}")
+    return picked
+
+
+def as_stack(eqn: Any, policy: Policy | Plan) -> Stack:
+    scan = _jax.scan_parts(eqn)
+    body = Body(scan.body, scan.num_consts, scan.num_carry)
+    return Stack(Form(body, scan.length, scan.reverse, scan.unroll), policy)
+
+
+def _check_stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
+    if isinstance(policy, Plan):
+        try:
+            choose(policy, Problem(info.length))
+        except ValueError as error:
+            raise ValueError(f"{info}: {error}") from None
+    if not _jax.can_be_recomputed(_jax.scan_parts(eqn).body):
+        raise ValueError(
+            f"{info}: the layer has side effects (io_callback, ordered callbacks, writes to a Ref) "
+            "that must not happen twice, so it cannot be computed again; move them out of the layer, "
+            "use jax.debug.callback or jax.pure_callback, or leave the stack out with where="
+        )
+
+
+def _check_names(closed: ClosedJaxpr, policy: Policy | Plan) -> None:
+    layer = policy.layer if isinstance(policy, Plan) else policy
+    if isinstance(layer, Offload):
+        wanted = set(layer.names)
+    elif isinstance(layer, LayerPolicy):
+        wanted = set(layer.names)
+    else:
+        return
+    if not wanted:
+        return
+    there = find.names_in(closed)
+    if missing := sorted(wanted - there):
+        known = ", ".join(map(repr, sorted(there))) or "none at all"
+        raise ValueError(
+            f"the policy speaks of {', '.join(map(repr, missing))}, but nothing in the function has "
+            f"that name; the names in it are: {known}.  Names are given with "
+            "jax.ad_checkpoint.checkpoint_name(value, name)"
+        )
+
+
+def _warn_of_host(policy: Policy | Plan) -> None:
+    layer = policy.layer if isinstance(policy, Plan) else policy
+    to_host = isinstance(layer, Offload) or (isinstance(policy, Plan) and policy.carries == "host")
+    to_host = to_host or (isinstance(layer, LayerPolicy) and _offloads(layer))
+    if to_host and jax.default_backend() == "cpu":
+        warnings.warn(
+            "offload: on the cpu backend device and host memory are one, so nothing is saved; the "
+            "numbers are the same",
+            OffloadWarning,
+            stacklevel=2,
+        )
+
+
+def _offloads(layer: LayerPolicy) -> bool:
+    parts = [getattr(layer, "first", None), getattr(layer, "second", None)]
+    if isinstance(layer, Names):
+        return bool(layer.offload)
+    return any(_offloads(part) for part in parts if part is not None)
+
+
+def _checkpoint_whole(
+    closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, found: find.Found, label: str
+) -> list[Any]:
+    short = [info for info, _ in found.stacks]
+    met = f"{found.equations} equations were searched"
+    if short:
+        met += f", and only stacks shorter than min_length={choice.min_length} met: {short[0]}"
+    elif found.skipped:
+        met += f", and {found.skipped} scans without anything to differentiate met"
+    if isinstance(choice.policy, Plan):
+        raise ValueError(
+            f"a plan for {choice.policy.length} layers was given for {label}, which has no layer stack "
+            f"({met}); a stack is a jax.lax.scan over layers (nn.scan, nnx.scan, jaxmem.scan)"
+        )
+    warnings.warn(
+        f"no layer stack in {label}: {met}.  A stack is a jax.lax.scan over layers (nn.scan, nnx.scan, "
+        "jaxmem.scan); a Python loop over layers is none.  The whole call is checkpointed once "
+        "instead.  If this is one layer of a stack, scan it with jaxmem.scan, jaxmem.linen.scan or "
+        "jaxmem.nnx.scan",
+        NoStackWarning,
+        stacklevel=4,
+    )
+    layer = choice.policy if isinstance(choice.policy, LayerPolicy) else None
+    policy = layer.jax_policy if layer is not None else None
+    return jax.checkpoint(lambda *a: _jax.evaluate(closed, a), policy=policy)(*args)
+
+
+def _describe(fn: Callable[..., Any]) -> str:
+    name = getattr(fn, "__qualname__", repr(fn))
+    try:
+        fn = inspect.unwrap(fn)
+        line = inspect.getsourcelines(fn)[1]
+        return f"{name} ({inspect.getsourcefile(fn)}:{line})"
+    except (TypeError, OSError):
+        return name
+
+
+# ---------------------------------------------------------------- replacing
+
+
+def _holds(closed: ClosedJaxpr, targets: set[int]) -> bool:
+    return any(
+        id(eqn) in targets or any(_holds(sub, targets) for sub in find.subjaxprs(eqn))
+        for eqn in closed.jaxpr.eqns
+    )
+
+
+def _through(eqn: Any, operands: list[Any], special: Any) -> list[Any]:
+    """Evaluate a call with stacks in it, rebuilt around the rewritten function."""
+    params = eqn.params
+    inner = find.subjaxprs(eqn)
+    calls = [functools.partial(_call, sub, special) for sub in inner]
+    if eqn.primitive.name == "cond":
+        index, *rest = operands
+        return lax.switch(index, calls, *rest)
+    if eqn.primitive.name == "shard_map":
+        return jax.shard_map(
+            calls[0],
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=set(params["manual_axes"]),
+            check_vma=params["check_vma"],
+        )(*operands)
+    if "prevent_cse" in params:
+        wrapped = jax.checkpoint(
+            calls[0], prevent_cse=params["prevent_cse"], policy=params["policy"]
+        )
+        return wrapped(*operands)
+    # A jit inside a trace is only a name, unless it constrains shardings.
+    operands = _constrained(operands, params.get("in_shardings"))
+    return _constrained(calls[0](*operands), params.get("out_shardings"))
+
+
+def _call(closed: ClosedJaxpr, special: Any, *args: Any) -> list[Any]:
+    return _jax.evaluate(closed, args, special)
+
+
+def _constrained(values: list[Any], shardings: Any) -> list[Any]:
+    if shardings is None:
+        return values
+    return [
+        lax.with_sharding_constraint(value, sharding)
+        if isinstance(sharding, jax.sharding.Sharding)
+        else value
+        for value, sharding in zip(values, shardings, strict=True)
+    ]

@@ -1,0 +1,10 @@
+"""Solvers: sizes and lengths in, schedules out.  Plain integers, no jax.
+
+`periodic` cuts a stack into equal segments, several levels deep; `revolve`
+places a fixed number of checkpoints.  A new solver is one more small file.
+"""
+
+from jaxmem.solve.periodic import periodic_bytes, segment_lengths
+from jaxmem.solve.revolve import Schedule, extra_steps, schedule
+
+__all__ = ["Schedule", "extra_steps", "periodic_bytes", "schedule", "segment_lengths"]

@@ -1,0 +1,223 @@
+"""A layer stack under a policy: how it runs, how it is mapped, how it is differentiated.
+
+`Stack` is what the primitive `stack_p` carries.  Evaluated, it is the scan that
+it was.  Under `vmap` its layer is mapped, so that the gradient of a shared
+parameter is summed where it is made.  Differentiated, it picks its plan (only
+now is it known what is differentiated, and hence what a layer's tape weighs)
+and splits into a forward pass that keeps what the plan says, and a linear part
+whose transpose follows the plan's schedule.  Forward mode and second
+derivatives go through the nested form of the plan, in plain `jax.checkpoint`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmem import _jax
+from jaxmem.choose import choose
+from jaxmem.execute import Form, Schedule, checkpointed, nested, plain, schedule_for
+from jaxmem.layer import Layer, Wrt, differentiated
+from jaxmem.plan import Plan
+from jaxmem.policies import Policy
+
+# ---------------------------------------------------------------- API
+
+
+def native(plan: Plan) -> Callable[[Form, Sequence[Any]], list[Any]] | None:
+    """The plan as an ordinary scan, where jax's own scan can express it."""
+    if plan.kind == "none":
+        return plain
+    if plan.kind == "full":
+        host = plan.carries == "host"
+        return lambda form, args: checkpointed(form, plan.layer, host, args)
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stack:
+    """A scan whose layers are recomputed by a policy (the value that `stack_p` carries)."""
+
+    form: Form
+    policy: Policy | Plan
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """The plain scan."""
+        return plain(self.form, args)
+
+    def out_avals(self) -> list[Any]:
+        carry, ys = self.form.body.split_out(self.form.body.jaxpr.out_avals)
+        return [*carry, *(_jax.stacked(y, self.form.length) for y in ys)]
+
+    @property
+    def effects(self) -> Any:
+        return self.form.body.jaxpr.effects
+
+    def batched(
+        self, batch: Callable[..., Any], flags: Sequence[bool]
+    ) -> tuple["Stack", list[bool], list[int], list[bool], list[int]]:
+        """The stack with its layer mapped; which operands and results are, and along which axis."""
+        body = self.form.body
+        consts, carry, xs = body.split_in(flags)
+        while True:
+            ins = [*consts, *carry, *xs]
+            # A carry is mapped on both sides of a layer or on neither.
+            jaxpr, outs = batch(body.jaxpr, ins, [*carry, *[False] * body.num_y])
+            carry_out, ys = body.split_out(outs)
+            if carry_out == carry:
+                break
+            carry = [a or b for a, b in zip(carry, carry_out, strict=True)]
+        form = dataclasses.replace(self.form, body=dataclasses.replace(body, jaxpr=jaxpr))
+        in_axes = [0] * (body.num_consts + body.num_carry) + [1] * body.num_x
+        out_axes = [0] * body.num_carry + [1] * body.num_y
+        return Stack(form, self.policy), ins, in_axes, [*carry, *ys], out_axes
+
+    def layer(self, operands: Sequence[bool]) -> Layer:
+        """The layer, taken apart for the derivative with respect to these operands."""
+        body = self.form.body
+        return Layer(body, differentiated(body, *body.split_in(operands)))
+
+    def plan(self, layer: Layer) -> Plan:
+        """The plan that the policy means for this stack."""
+        return choose(self.policy, layer.problem(self.form.length))
+
+    def jvp(
+        self, args: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Results and their tangents; a tangent is None for zero."""
+        layer = self.layer([t is not None for t in tangents])
+        plan = self.plan(layer)
+        if run := native(plan):
+            outs, out_tangents = _partial_jvp(lambda *a: run(self.form, a), args, tangents)
+            used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
+            return outs, used
+        linear = _Tangent(self.form, layer.wrt, schedule_for(plan, self.form, layer))
+        return linear.split(args, tangents)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+class _Tangent:
+    """The linear part of a stack (the value that `tangent_p` carries).
+
+    Its residuals are the operands of the stack, then what the schedule keeps.
+    """
+
+    def __init__(self, form: Form, wrt: Wrt, schedule: Schedule) -> None:
+        self.form, self.wrt, self.schedule = form, wrt, schedule
+        self.num_args = len(wrt.ins)
+        self.num_residuals = 0
+        self.tangent_avals: list[Any] = []
+
+    def split(
+        self, args: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Results, computed keeping what the plan says, and their tangents, to be transposed."""
+        tree = None
+
+        def forward(*args: Any) -> list[Any]:
+            nonlocal tree
+            outs, kept = self.schedule.forward(args)
+            leaves, tree = jax.tree.flatten(kept)
+            return [*outs, *leaves]
+
+        flat = _differentiated_as(forward, self.nested)(*args)
+        outs, kept = flat[: len(self.wrt.outs)], flat[len(self.wrt.outs) :]
+        self.kept_tree = tree
+        self.num_residuals = self.num_args + len(kept)
+        self.tangent_avals = [
+            jax.typeof(out).to_tangent_aval()
+            for out, wrt in zip(outs, self.wrt.outs, strict=True)
+            if wrt
+        ]
+        given = [
+            _jax.zeros_like(arg) if t is None else t
+            for arg, t, wrt in zip(args, tangents, self.wrt.ins, strict=True)
+            if wrt
+        ]
+        found = iter(_jax.bind_tangent(self, [*args, *kept], given))
+        return outs, [next(found) if wrt else None for wrt in self.wrt.outs]
+
+    def nested(self, *args: Any) -> list[Any]:
+        return nested(self.form, self.schedule.lengths, args)
+
+    def active(self, *args: Any) -> Callable[..., list[Any]]:
+        """The nested form, from the differentiated operands to the differentiated results."""
+
+        def run(*diff: Any) -> list[Any]:
+            given = iter(diff)
+            full = [next(given) if wrt else a for a, wrt in zip(args, self.wrt.ins, strict=True)]
+            outs = self.nested(*full)
+            return [out for out, wrt in zip(outs, self.wrt.outs, strict=True) if wrt]
+
+        return run
+
+    def primals(self, args: Sequence[Any]) -> list[Any]:
+        return [arg for arg, wrt in zip(args, self.wrt.ins, strict=True) if wrt]
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        args = residuals[: self.num_args]
+        return jax.jvp(self.active(*args), self.primals(args), list(tangents))[1]
+
+    def pull(self, residuals: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        given = [ct is not None for ct in cts]
+        num_carry = sum(self.wrt.outs[: self.form.body.num_carry])
+
+        def parts(flat: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
+            rest = iter(flat[self.num_residuals :])
+            kept = jax.tree.unflatten(self.kept_tree, flat[self.num_args : self.num_residuals])
+            return flat[: self.num_args], kept, [next(rest) if g else None for g in given]
+
+        def backward(*flat: Any) -> list[Any]:
+            args, kept, cts = parts(flat)
+            found = self.schedule.backward(args, kept, cts[:num_carry], cts[num_carry:])
+            return [*found.consts, *found.carry, *found.xs]
+
+        def as_nested(*flat: Any) -> list[Any]:
+            args, _, cts = parts(flat)
+            outs, vjp = jax.vjp(self.active(*args), *self.primals(args))
+            full = [_jax.zeros_like(o) if ct is None else ct for o, ct in zip(outs, cts)]
+            return list(vjp(full))
+
+        present = [ct for ct in cts if ct is not None]
+        return _differentiated_as(backward, as_nested)(*residuals, *present)
+
+
+def _differentiated_as(fn: Callable[..., list[Any]], form: Callable[..., list[Any]]) -> Any:
+    """`fn`, whose derivatives are those of `form`.
+
+    `form` returns the first results of `fn`; the others (carries and tapes that
+    a schedule keeps) are handles for its own backward pass, and constant to
+    everybody else.
+    """
+    run = jax.custom_jvp(fn)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        outs = run(*primals)
+        given = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+        _, found = _partial_jvp(form, primals, given)
+        zeros = [_symbolic_zero(out) for out in outs[len(found) :]]
+        return outs, [*found, *zeros]
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run
+
+
+def _symbolic_zero(out: Any) -> Any:
+    return jax.custom_derivatives.zero_from_primal(out, symbolic_zeros=True)
+
+
+def _partial_jvp(
+    fn: Callable[..., list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """jvp with respect to the operands whose tangent is not None."""
+
+    def active(*diff: Any) -> list[Any]:
+        given = iter(diff)
+        return fn(*(p if t is None else next(given) for p, t in zip(primals, tangents)))
+
+    diff = [p for p, t in zip(primals, tangents, strict=True) if t is not None]
+    return jax.jvp(active, diff, [t for t in tangents if t is not None])

@@ -1,0 +1,183 @@
+"""The training script, run as a person runs it, in its smallest form."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+from lm import data
+from lm.config import Config, UserError
+
+SCRIPT = Path(__file__).parent.parent / "experiments" / "train_lm.py"
+SMALL = (
+    "--layers=2", "--width=16", "--heads=2", "--sequence=16", "--batch=4", "--eval-every=10",
+)  # fmt: skip
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), *SMALL, *options]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """Compiled programs are shared by the runs of one test, which saves half its time."""
+    return os.environ | {
+        "PYTHONPATH": str(SCRIPT.parent.parent),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def run(cache: Path, *options: str) -> str:
+    done = subprocess.run(
+        command(*options), env=environment(cache), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metrics(workdir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def stop(cache: Path, rows: int, number: int, *options: str) -> int:
+    """Send a signal once the metrics have so many rows, and give the exit status."""
+    workdir = Path(options[-1].removeprefix("--workdir="))
+    with subprocess.Popen(
+        command(*options), env=environment(cache), stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        path, limit = workdir / "metrics.jsonl", time.monotonic() + 120
+        while not path.exists() or path.read_bytes().count(b"\n") < rows:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, said = process.communicate()
+        if number != signal.SIGKILL:
+            assert "the same command takes the run up again" in said
+            assert "Traceback" not in said
+        return process.returncode
+
+
+def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
+    workdir, cache = tmp_path / "run", tmp_path / "cache"
+    said = run(cache, "--steps=6", "--compare-steps=3", "--accum=2", f"--workdir={workdir}")
+    assert "unigram entropy 3.2" in said
+
+    with (workdir / "table.csv").open() as file:
+        table = {row["policy"]: row for row in csv.DictReader(file)}
+    assert list(table) == [
+        "none", "full", "dots", "sqrt", "sqrt levels=2", "revolve", "offload",
+    ]  # fmt: skip
+    assert all(float(row["loss_difference"]) <= 1e-6 for row in table.values())
+    assert all(float(row["step_seconds"]) > 0 for row in table.values())
+    assert float(table["none"]["step_time_ratio"]) == 1
+    assert int(table["none"]["extra_forwards"]) == 0
+    assert int(table["full"]["extra_forwards"]) == 2
+    assert int(table["none"]["temporary_bytes"]) >= int(table["sqrt"]["temporary_bytes"]) > 0
+
+    assert [row["step"] for row in metrics(workdir)] == [1, 2, 3, 4, 5, 6]
+    assert metrics(workdir)[-1].keys() == {"step", "loss", "held_out_loss"}
+    assert json.loads((workdir / "config.json").read_text())["layers"] == 2
+    assert image.imread(workdir / "train_lm.png").shape[2] >= 3
+    assert not [path for path in workdir.iterdir() if path.name.startswith(".")]
+
+    before = (workdir / "table.csv").read_bytes()
+    said = run(cache, "--steps=6", "--compare-steps=3", "--accum=2", f"--workdir={workdir}")
+    assert "is from an earlier run" in said
+    assert (workdir / "table.csv").read_bytes() == before
+
+
+def test_dry_run_shows_plans_and_memory_and_writes_nothing(tmp_path: Path) -> None:
+    said = run(tmp_path / "cache", "--dry-run", f"--workdir={tmp_path / 'run'}")
+    assert "parameters" in said
+    assert "Plan of 2 layers: carries kept, 2 extra forward evaluations" in said
+    assert "| revolve " in said
+    assert "step time" not in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_killed_and_interrupted_it_gives_the_numbers_of_an_unbroken_run(
+    tmp_path: Path, framework: str
+) -> None:
+    cache = tmp_path / "cache"
+    options = (
+        f"--framework={framework}", "--steps=100", "--checkpoint-every=7", "--no-compare",
+    )  # fmt: skip
+    run(cache, *options, f"--workdir={tmp_path / 'unbroken'}")
+
+    broken = (*options, f"--workdir={tmp_path / 'broken'}")
+    assert stop(cache, 10, signal.SIGKILL, *broken) == -signal.SIGKILL
+    assert 10 <= len(metrics(tmp_path / "broken")) < 90
+    if framework == "linen":
+        assert stop(cache, 30, signal.SIGINT, *broken) == 128 + signal.SIGINT
+        assert 30 <= len(metrics(tmp_path / "broken")) < 100
+    assert "taking up the run after step" in run(cache, *broken)
+
+    assert metrics(tmp_path / "broken") == metrics(tmp_path / "unbroken")
+    first, last = metrics(tmp_path / "unbroken")[0], metrics(tmp_path / "unbroken")[-1]
+    assert last["loss"] < first["loss"] - 1
+
+
+def test_a_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
+    theirs = Config(steps=9, workdir=tmp_path).identity()
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    done = subprocess.run(
+        command("--steps=8", f"--workdir={tmp_path}"),
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "layers is 24 there and 2 here" in done.stderr
+    assert "steps is 9 there and 8 here" in done.stderr
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": -3}, "--steps must be at least 1, got -3"),
+        ({"layers": 0}, "--layers must be at least 1, got 0"),
+        ({"width": 60, "heads": 4}, "--width must be a multiple of twice --heads (8"),
+        ({"batch": 8, "accum": 3}, "--accum must divide --batch (8) into equal"),
+        ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1.0"),
+        ({"learning_rate": float("nan")}, "--learning-rate must be positive, got nan"),
+        ({"seed": -1}, "--seed must be at least 0"),
+        ({"policy": "full", "levels": 2}, "--levels goes with --policy sqrt, not with"),
+        ({"slots": 4}, "--slots goes with --policy revolve, not with --policy sqrt"),
+        ({"policy": "revolve", "slots": 0}, "--slots must be at least 1, got 0"),
+        ({"sequence": 100_000}, "--sequence must be at most 4096"),
+        ({"compare_steps": 1}, "--compare-steps must be at least 2, as"),
+    ],
+)  # fmt: skip
+def test_an_option_that_cannot_be_is_named(options: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Config(**options).check()  # pyright: ignore[reportArgumentType]
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_is_a_function_of_step_and_seed_and_stays_off_the_held_out_text() -> None:
+    one = data.batch(3, seed=1, size=4, sequence=16)
+    assert one.shape == (4, 17)
+    np.testing.assert_array_equal(one, data.batch(3, seed=1, size=4, sequence=16))
+    assert (one != data.batch(4, seed=1, size=4, sequence=16)).any()
+    assert (one != data.batch(3, seed=2, size=4, sequence=16)).any()
+    train, held_out = data.split()
+    assert len(train) + len(held_out) == len(data.text())
+    assert all(train.tobytes().find(row.astype(np.uint8).tobytes()) >= 0 for row in one)
+
+
+def test_unigram_entropy_is_that_of_the_text() -> None:
+    assert 3.2 < data.unigram_entropy() < 3.35
