@@ -49,7 +49,8 @@ def _run(config: Config, folder: Path, listener: Listener) -> None:
     entropy = data.unigram_entropy()
     print(
         f"loss {metrics[-1]['held_out_loss']:.3f} nats per byte on held-out text after "
-        f"{config.steps} steps; unigram entropy {entropy:.3f}"
+        f"{config.steps} steps; unigram entropy {entropy:.3f}, of the held-out text alone "
+        f"{data.unigram_entropy(data.split()[1]):.3f}"
     )
     rows = _compared(config, program, folder, listener) if config.compare else []
     files.write(folder / PICTURE, picture.draw(config, rows, metrics, entropy))

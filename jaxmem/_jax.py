@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 import jax
 from jax._src import ad_util, core, effects, source_info_util
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr, Primitive
-from jax.extend.core.primitives import scan_p
+from jax.extend.core.primitives import remat_p, scan_p
+from jax.interpreters import ad, mlir
 
 Eqn = Any
 Aval = Any
@@ -74,12 +75,33 @@ def all_subjaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
     return subs
 
 
+def name_given_by(eqn: Eqn) -> str | None:
+    """The name, if this is an equation made by `checkpoint_name`."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    # Under the flag jax_remat3 names are values of a class, carried by one general primitive.
+    return next(
+        (value.name for value in eqn.params.values() if type(value).__name__ == "CheckpointName"),
+        None,
+    )
+
+
+def checkpointed_by(eqn: Eqn) -> tuple[Any] | None:
+    """(policy,), if this is an equation made by `jax.checkpoint`."""
+    if eqn.primitive is remat_p:
+        return (eqn.params["policy"],)
+    for value in eqn.params.values():  # under the flag jax_remat3
+        if type(value).__name__ == "RematTraced":
+            return (value.policy,)
+    return None
+
+
 def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
 def trace(fn: Callable[..., Any], avals: Sequence[Aval]) -> ClosedJaxpr:
-    """The jaxpr of a function of flat arguments, for avals exactly as given (weak types and all)."""
+    """The jaxpr of a function of flat arguments, for avals exactly as given."""
     return jax.make_jaxpr(fn)(*avals)
 
 
@@ -126,7 +148,7 @@ def evaluate(
 
 
 def _last_use(jaxpr: Any, only: frozenset[int] | None) -> dict[int, list[Any]]:
-    """Values that no equation after the given one reads; dropped, so that eager arrays are freed."""
+    """Values that no later equation reads, by equation; dropped, so that arrays are freed."""
     seen = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     last: dict[int, list[Any]] = {}
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
@@ -179,7 +201,7 @@ def stacked(aval: Aval, length: int) -> Aval:
 
 def unfilled(aval: Aval, length: int) -> Any:
     """Room for so many values of a type, to be written before it is read."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         zeros = jax.numpy.zeros((length, *words.shape), words.dtype)
         return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(aval))
@@ -285,7 +307,9 @@ def _stack_transpose(cts: Sequence[Any], *args: Any, stack: Differentiable) -> l
 
     def run(*lin: Any) -> list[Any]:
         rest = iter(lin)
-        return stack.run([next(rest) if is_lin else a for is_lin, a in zip(linear, args)])
+        return stack.run(
+            [next(rest) if is_lin else a for is_lin, a in zip(linear, args, strict=True)]
+        )
 
     specs = [arg.aval for arg in args if ad.is_undefined_primal(arg)]
     given = [ad.instantiate_zeros(ct) if type(ct) is ad.Zero else ct for ct in cts]
@@ -309,13 +333,10 @@ def _stack_batch(
         if flag and dim is None:
             arg = batching.broadcast(arg, axis_data.size, axis, axis_data.explicit_mesh_axis)
         elif flag:
-            arg = batching.moveaxis(arg, dim, axis)
+            arg = jax.numpy.moveaxis(arg, dim, axis)
         moved.append(arg)
     outs = bind_stack(new, moved)
-    return outs, [
-        axis if flag else None
-        for flag, axis in zip(out_flags, out_axes, strict=True)
-    ]
+    return outs, [axis if flag else None for flag, axis in zip(out_flags, out_axes, strict=True)]
 
 
 batching.fancy_primitive_batchers[stack_p] = _stack_batch
@@ -371,4 +392,3 @@ def _tangent_batch(
 
 
 batching.fancy_primitive_batchers[tangent_p] = _tangent_batch
-

@@ -87,6 +87,7 @@ def plain_method(cls: type, name: str, choice: Choice | None) -> Any:
             "class has"
         )
     raw = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+    raw = getattr(raw, "wrapped", raw)  # linen wraps descriptors
     if isinstance(raw, (staticmethod, classmethod, property)) or not callable(raw):
         raise TypeError(
             f"{cls.__name__}.{name} is a {type(raw).__name__}; a policy applies to plain methods, "

@@ -28,8 +28,8 @@ def choose(policy: Policy | Plan, problem: Problem) -> Plan:
 def _(plan: Plan, problem: Problem) -> Plan:
     if plan.length != problem.length:
         raise ValueError(
-            f"a plan for {plan.length} layers cannot be used on a stack of {problem.length}; make it "
-            f"for that length, or pass the policy, which fits every length"
+            f"a plan for {plan.length} layers cannot be used on a stack of {problem.length}; make "
+            "it for that length, or pass a policy, which fits every length"
         )
     return plan
 

@@ -105,8 +105,8 @@ def names_in(closed: ClosedJaxpr) -> set[str]:
     """All names given by `checkpoint_name` anywhere in a jaxpr, in layers too."""
     found = set()
     for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            found.add(eqn.params["name"])
+        if (name := _jax.name_given_by(eqn)) is not None:
+            found.add(name)
         for sub in _jax.all_subjaxprs(eqn):
             found |= names_in(sub)
     return found

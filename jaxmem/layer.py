@@ -191,20 +191,22 @@ def nbytes(aval: Any) -> int:
 # Operations that are cheaper to do again than to store the result of, when all
 # they work on is parameters: no product, no reduction, no random bits.
 _CHEAP = frozenset(
-    """abs add and broadcast_in_dim ceil clamp concatenate convert_element_type copy div
-    dynamic_slice eq expand_dims floor ge gt imag integer_pow iota le lt max min mul ne neg not or
-    pad pvary pcast random_unwrap random_wrap real reduce_precision reshape rev round rsqrt
-    select_n sharding_constraint sign slice sqrt square squeeze stop_gradient sub transpose
-    xor""".split()
+    name
+    for names in (
+        "abs add and ceil clamp div eq floor ge gt integer_pow le lt max min mul ne neg not or",
+        "rem round rsqrt select_n sign sqrt square sub xor real imag is_finite",
+        "broadcast_in_dim concatenate convert_element_type copy dynamic_slice expand_dims iota pad",
+        "reduce_precision reshape rev slice squeeze transpose",
+        "pvary pcast random_unwrap random_wrap sharding_constraint stop_gradient",
+    )
+    for name in names.split()
 )
-
-_FUSED = _CHEAP | frozenset(
-    "cos erf exp exp2 expm1 is_finite log log1p logistic pow sin tan tanh cosh sinh erfc".split()
-)
+_TRANSCENDENTAL = "cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"
+_FUSED = _CHEAP | frozenset(_TRANSCENDENTAL.split())
 
 
 def _on_tape(closed: ClosedJaxpr, residuals: Sequence[Any], body: Body) -> list[int]:
-    """Which residuals have to be stored: each value once, none that can be had from inputs cheaply."""
+    """Which residuals to store: each value once, none that inputs give cheaply."""
     jaxpr = closed.jaxpr
     consts, _, x = body.split_in(jaxpr.invars)
     free = {*jaxpr.constvars, *consts, *x}

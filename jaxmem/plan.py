@@ -85,13 +85,15 @@ class Plan:
             `segments` gives no number are cut as None would.
 
         Raises:
-          ValueError: n < 0, segments < 1, levels < 1, or more numbers than levels.
+          ValueError: n < 0, segments < 1, levels < 1, no number or more than levels.
         """
         n, levels = _length(n), check_positive("levels", levels)
         if segments is None:
             given: tuple[int, ...] = ()
         elif isinstance(segments, Sequence):
             given = tuple(check_positive("segments", number) for number in segments)
+            if not given:
+                raise ValueError("segments=() holds no number; pass None for the best cut")
             levels = len(given) if levels == 1 else levels
         else:
             given = (check_positive("segments", segments),)

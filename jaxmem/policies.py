@@ -45,6 +45,11 @@ class LayerPolicy(Policy):
         return frozenset()
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything goes to the host."""
+        return False
+
+    @property
     def jax_policy(self) -> Callable[..., Any]:
         """The policy for `jax.checkpoint`, one of jax's own objects wherever it has one.
 
@@ -63,7 +68,6 @@ class LayerPolicy(Policy):
 @dataclasses.dataclass(frozen=True)
 class NoRemat(Policy):
     """Keep everything, as jax does by itself."""
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +128,10 @@ class Names(LayerPolicy):
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self.save) | frozenset(self.offload)
+
+    @property
+    def offloads(self) -> bool:
+        return bool(self.offload)
 
     @property
     def jax_policy(self) -> Callable[..., Any]:
@@ -187,6 +195,10 @@ class Either(LayerPolicy):
         return self.first.names | self.second.names
 
     @property
+    def offloads(self) -> bool:
+        return self.first.offloads or self.second.offloads
+
+    @property
     def jax_policy(self) -> Callable[..., Any]:
         first, second = self.first.jax_policy, self.second.jax_policy
 
@@ -230,7 +242,6 @@ class Sqrt(Policy):
         check_positive("levels", self.levels)
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Revolve(Policy):
     """The optimal schedule for a fixed number of carries (Griewank & Walther 2000).
@@ -245,7 +256,6 @@ class Revolve(Policy):
         check_positive("slots", self.slots)
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Offload(Policy):
     """Keep every carry, on the host; layers are computed again from them.
@@ -258,7 +268,6 @@ class Offload(Policy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", Names(offload=self.names).offload)
-
 
 
 # ---------------------------------------------------------------- API
@@ -340,8 +349,8 @@ def parse(policy: "str | Policy | Callable[..., Any]", **options: Any) -> Policy
         return make(**options)
     if options:
         raise TypeError(
-            f"options {', '.join(options)} go with the name of a policy, and {policy!r} is complete "
-            "in itself"
+            f"options {', '.join(options)} go with the name of a policy, and {policy!r} is "
+            "complete in itself"
         )
     if isinstance(policy, Policy):
         return policy
@@ -410,7 +419,7 @@ _NAME_OF: dict[type, str] = {
 
 
 def _keeps(verdict: Any) -> bool:
-    """Whether a jax policy's answer (bool, or one of its marker types) means anything but recompute."""
+    """Whether a jax policy's answer, a bool or a marker, means anything but recompute."""
     if isinstance(verdict, bool):
         return verdict
     return type(verdict).__name__ != "RecomputeType"

@@ -63,15 +63,23 @@ def remat(
     ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
     >>> weights = jnp.stack([jnp.eye(4)] * 64)
     >>> small = jaxmem.remat(model, "sqrt")
-    >>> bool(jnp.all(jax.grad(small)(weights, jnp.ones(4)) == jax.grad(model)(weights, jnp.ones(4))))
+    >>> before, after = (jax.grad(f)(weights, jnp.ones(4)) for f in (model, small))
+    >>> bool((before == after).all())
     True
     """
-    parsed = policy if isinstance(policy, Plan) and not options else policies.parse(policy, **options)  # pyright: ignore[reportArgumentType]
+    if isinstance(policy, Plan):
+        if options:
+            raise TypeError(
+                f"options {', '.join(options)} go with the name of a policy, not a plan"
+            )
+        parsed = policy
+    else:
+        parsed = policies.parse(policy, **options)
     choice = Choice(parsed, where, min_length)
     if methods is not None and not _is_module(target):
         raise TypeError(
-            f"methods= goes with a Flax module class or instance, and {target!r} is none; decorate the "
-            "method itself"
+            f"methods= goes with a Flax module class or instance, and {target!r} is none; "
+            "decorate the method itself"
         )
     if isinstance(target, type):
         names = method_names(methods)
@@ -80,8 +88,8 @@ def remat(
         if issubclass(target, flax_nnx.Module):
             return nnx.remat_class(target, choice, names)
         raise TypeError(
-            f"jaxmem.remat decorates Flax module classes, and {target.__name__} is a class of another "
-            "kind; decorate its method (the function that scans over the layers) instead"
+            f"jaxmem.remat decorates Flax module classes, and {target.__name__} is a class of "
+            "another kind; decorate its method (the function that scans over the layers) instead"
         )
     if isinstance(target, flax_linen.Module):
         return linen.remat_instance(target, choice, method_names(methods))
@@ -91,8 +99,8 @@ def remat(
         return functools.partial(_function(target.__func__, choice), target.__self__)
     if not callable(target):
         raise TypeError(
-            "jaxmem.remat takes a function, a Flax module class, a module instance or a method, got "
-            f"{target!r} of type {type(target).__name__}; policies apply to code, not to arrays"
+            "jaxmem.remat takes a function, a Flax module class, a module instance or a method, "
+            f"got {target!r} of type {type(target).__name__}; policies apply to code, not to arrays"
         )
     return _function(target, choice)
 
@@ -176,8 +184,7 @@ def _function(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
             return nnx.call(fn, choice, args, kwargs)
         return rewritten(fn, choice)(*args, **kwargs)
 
-    run.__jaxmem_choice__ = choice  # pyright: ignore[reportFunctionMemberAccess]
-    run.__wrapped__ = fn  # pyright: ignore[reportFunctionMemberAccess]
+    vars(run)["__jaxmem_choice__"] = choice
     return run
 
 

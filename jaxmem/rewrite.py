@@ -19,15 +19,15 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, find
-from jaxmem.choose import choose
+from jaxmem.choose import choose, needs_sizes
 from jaxmem.errors import NoStackWarning, OffloadWarning, check_positive
 from jaxmem.execute import Form
 from jaxmem.find import LayerStack, Where
 from jaxmem.layer import Body
 from jaxmem.plan import Plan
-from jaxmem.policies import LayerPolicy, Names, NoRemat, Offload, Policy
+from jaxmem.policies import LayerPolicy, NoRemat, Offload, Policy
 from jaxmem.problem import Problem
-from jaxmem.stack import Stack
+from jaxmem.stack import Stack, native
 
 # ---------------------------------------------------------------- types
 
@@ -73,7 +73,11 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
             args, kwargs = jax.tree.unflatten(tree, full)
             outs, out_tree = jax.tree.flatten(fn(*args, **kwargs))
             is_array = [isinstance(out, jax.Array | np.ndarray) for out in outs]
-            static_out = out_tree, [None if a else o for a, o in zip(is_array, outs)], is_array
+            static_out = (
+                out_tree,
+                [None if a else o for a, o in zip(is_array, outs, strict=True)],
+                is_array,
+            )
             return [out for a, out in zip(is_array, outs, strict=True) if a]
 
         arrays = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
@@ -105,7 +109,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
 
     def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
         if id(eqn) in targets:
-            return _jax.bind_stack(as_stack(eqn, choice.policy), operands)
+            return _run(as_stack(eqn, choice.policy), operands)
         if any(_holds(sub, targets) for sub in find.subjaxprs(eqn)):
             return _through(eqn, operands, special)
         return None
@@ -131,7 +135,9 @@ def _chosen(found: find.Found, choice: Choice, label: str) -> list[tuple[LayerSt
         picked = [(info, eqn) for info, eqn in stacks if info.index == where]
     if not picked:
         listing = "\n".join(f"  {info}" for info, _ in stacks)
-        raise ValueError(f"where={where!r} chooses none of the stacks of {label}; there are\n{listing}")
+        raise ValueError(
+            f"where={where!r} chooses none of the stacks of {label}; there are\n{listing}"
+        )
     return picked
 
 
@@ -139,6 +145,15 @@ def as_stack(eqn: Any, policy: Policy | Plan) -> Stack:
     scan = _jax.scan_parts(eqn)
     body = Body(scan.body, scan.num_consts, scan.num_carry)
     return Stack(Form(body, scan.length, scan.reverse, scan.unroll), policy)
+
+
+def _run(stack: Stack, operands: list[Any]) -> list[Any]:
+    """A stack as the scan that jax knows, if the policy alone says which; else bound to it."""
+    if not needs_sizes(stack.policy):
+        plan = choose(stack.policy, Problem(stack.form.length))
+        if run := native(plan):
+            return run(stack.form, operands)
+    return _jax.bind_stack(stack, operands)
 
 
 def _check_stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
@@ -150,27 +165,22 @@ def _check_stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
     if not _jax.can_be_recomputed(_jax.scan_parts(eqn).body):
         raise ValueError(
             f"{info}: the layer has side effects (io_callback, ordered callbacks, writes to a Ref) "
-            "that must not happen twice, so it cannot be computed again; move them out of the layer, "
-            "use jax.debug.callback or jax.pure_callback, or leave the stack out with where="
+            "that must not happen twice, so it cannot be computed again; move them out of the "
+            "layer, use jax.debug.callback or jax.pure_callback, or leave the stack out with where="
         )
 
 
 def _check_names(closed: ClosedJaxpr, policy: Policy | Plan) -> None:
     layer = policy.layer if isinstance(policy, Plan) else policy
-    if isinstance(layer, Offload):
-        wanted = set(layer.names)
-    elif isinstance(layer, LayerPolicy):
-        wanted = set(layer.names)
-    else:
+    if not isinstance(layer, Offload | LayerPolicy) or not layer.names:
         return
-    if not wanted:
-        return
+    wanted = set(layer.names)
     there = find.names_in(closed)
     if missing := sorted(wanted - there):
         known = ", ".join(map(repr, sorted(there))) or "none at all"
         raise ValueError(
-            f"the policy speaks of {', '.join(map(repr, missing))}, but nothing in the function has "
-            f"that name; the names in it are: {known}.  Names are given with "
+            f"the policy speaks of {', '.join(map(repr, missing))}, but nothing in the function "
+            f"has that name; the names in it are: {known}.  Names are given with "
             "jax.ad_checkpoint.checkpoint_name(value, name)"
         )
 
@@ -178,7 +188,7 @@ def _check_names(closed: ClosedJaxpr, policy: Policy | Plan) -> None:
 def _warn_of_host(policy: Policy | Plan) -> None:
     layer = policy.layer if isinstance(policy, Plan) else policy
     to_host = isinstance(layer, Offload) or (isinstance(policy, Plan) and policy.carries == "host")
-    to_host = to_host or (isinstance(layer, LayerPolicy) and _offloads(layer))
+    to_host |= isinstance(layer, LayerPolicy) and layer.offloads
     if to_host and jax.default_backend() == "cpu":
         warnings.warn(
             "offload: on the cpu backend device and host memory are one, so nothing is saved; the "
@@ -186,13 +196,6 @@ def _warn_of_host(policy: Policy | Plan) -> None:
             OffloadWarning,
             stacklevel=2,
         )
-
-
-def _offloads(layer: LayerPolicy) -> bool:
-    parts = [getattr(layer, "first", None), getattr(layer, "second", None)]
-    if isinstance(layer, Names):
-        return bool(layer.offload)
-    return any(_offloads(part) for part in parts if part is not None)
 
 
 def _checkpoint_whole(
@@ -206,14 +209,14 @@ def _checkpoint_whole(
         met += f", and {found.skipped} scans without anything to differentiate met"
     if isinstance(choice.policy, Plan):
         raise ValueError(
-            f"a plan for {choice.policy.length} layers was given for {label}, which has no layer stack "
-            f"({met}); a stack is a jax.lax.scan over layers (nn.scan, nnx.scan, jaxmem.scan)"
+            f"a plan for {choice.policy.length} layers was given for {label}, which has no layer "
+            f"stack ({met}); a stack is a jax.lax.scan over layers (nn.scan, nnx.scan, jaxmem.scan)"
         )
     warnings.warn(
-        f"no layer stack in {label}: {met}.  A stack is a jax.lax.scan over layers (nn.scan, nnx.scan, "
-        "jaxmem.scan); a Python loop over layers is none.  The whole call is checkpointed once "
-        "instead.  If this is one layer of a stack, scan it with jaxmem.scan, jaxmem.linen.scan or "
-        "jaxmem.nnx.scan",
+        f"no layer stack in {label}: {met}.  A stack is a jax.lax.scan over layers (nn.scan, "
+        "nnx.scan, jaxmem.scan); a Python loop over layers is none.  The whole call is checkpointed "
+        "once instead.  If this is one layer of a stack, scan it with jaxmem.scan, "
+        "jaxmem.linen.scan or jaxmem.nnx.scan",
         NoStackWarning,
         stacklevel=4,
     )

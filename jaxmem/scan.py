@@ -8,9 +8,11 @@ from jax import lax
 
 from jaxmem import policies
 from jaxmem._scope import declared_choice, stack_choice
+from jaxmem.choose import choose
 from jaxmem.errors import check_positive
 from jaxmem.plan import Plan
 from jaxmem.policies import NoRemat, Policy
+from jaxmem.problem import Problem
 from jaxmem.rewrite import Choice, rewritten
 
 
@@ -74,11 +76,8 @@ def scan(
         _check_carry(carry, out[0])
         return out
 
-    if isinstance(policy, Plan) and policy.length != count:
-        raise ValueError(
-            f"a plan for {policy.length} layers cannot be used on a stack of {count}; make it for that "
-            "length, or pass a policy, which fits every length"
-        )
+    if isinstance(policy, Plan):
+        choose(policy, Problem(count))  # raises if it is for another length
 
     def plain(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(layer, init, xs, length=length, reverse=reverse, unroll=unroll)
@@ -96,7 +95,8 @@ def _length(xs: Any, length: int | None) -> int:
         where = f"xs{jax.tree_util.keystr(path)}"
         if not shape:
             raise ValueError(
-                f"{where} has no leading axis to scan over: it is {leaf!r} of type {type(leaf).__name__}"
+                f"{where} has no leading axis to scan over: it is {leaf!r} of type "
+                f"{type(leaf).__name__}"
             )
         sizes[where] = shape[0]
     if length is not None:
@@ -114,18 +114,17 @@ def _length(xs: Any, length: int | None) -> int:
 
 def _check_carry(given: Any, returned: Any) -> None:
     """jax's rule (same structure, shapes and types), with the leaf that breaks it named."""
-    before, after = (
-        dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (given, returned)
-    )
+    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (given, returned))
     keystr = jax.tree_util.keystr
     if missing := [path for path in before if path not in after]:
         raise TypeError(
-            f"the layer lost a part of its carry: carry{keystr(missing[0])} was given and not returned"
+            f"the layer lost a part of its carry: carry{keystr(missing[0])} was given and not "
+            "returned"
         )
     if added := [path for path in after if path not in before]:
         raise TypeError(
-            f"the layer returned a carry with a part that it was not given: carry{keystr(added[0])}; "
-            "put it into init, or return it as y"
+            "the layer returned a carry with a part that it was not given: "
+            f"carry{keystr(added[0])}; put it into init, or return it as y"
         )
     for path, old in before.items():
         new = after[path]
@@ -135,6 +134,7 @@ def _check_carry(given: Any, returned: Any) -> None:
             continue
         raise TypeError(
             f"the layer changed the type of its carry: carry{keystr(path)} came in as "
-            f"{old_type.str_short()} and went out as {new_type.str_short()}; every layer must return "
-            "what it was given, so cast or reshape it in the layer, or start from an init of that type"
+            f"{old_type.str_short()} and went out as {new_type.str_short()}; every layer must "
+            "return what it was given, so cast or reshape it in the layer, or start from an init of "
+            "that type"
         )

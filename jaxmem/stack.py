@@ -89,8 +89,8 @@ class Stack:
         """Results and their tangents; a tangent is None for zero."""
         layer = self.layer([t is not None for t in tangents])
         plan = self.plan(layer)
-        if run := native(plan):
-            outs, out_tangents = _partial_jvp(lambda *a: run(self.form, a), args, tangents)
+        if plan.kind == "none":
+            outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
             return outs, used
         linear = _Tangent(self.form, layer.wrt, schedule_for(plan, self.form, layer))
@@ -179,7 +179,9 @@ class _Tangent:
         def as_nested(*flat: Any) -> list[Any]:
             args, _, cts = parts(flat)
             outs, vjp = jax.vjp(self.active(*args), *self.primals(args))
-            full = [_jax.zeros_like(o) if ct is None else ct for o, ct in zip(outs, cts)]
+            full = [
+                _jax.zeros_like(o) if ct is None else ct for o, ct in zip(outs, cts, strict=True)
+            ]
             return list(vjp(full))
 
         present = [ct for ct in cts if ct is not None]
@@ -217,7 +219,8 @@ def _partial_jvp(
 
     def active(*diff: Any) -> list[Any]:
         given = iter(diff)
-        return fn(*(p if t is None else next(given) for p, t in zip(primals, tangents)))
+        pairs = zip(primals, tangents, strict=True)
+        return fn(*(p if t is None else next(given) for p, t in pairs))
 
     diff = [p for p, t in zip(primals, tangents, strict=True) if t is not None]
     return jax.jvp(active, diff, [t for t in tangents if t is not None])

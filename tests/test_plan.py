@@ -67,8 +67,10 @@ def test_periodic_cuts(plan, kind, lengths):
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert Plan.periodic(np.int64(64), np.int32(4)) == Plan.periodic(64, 4)
-    assert Plan.revolve(np.int64(64), np.int32(4)).to_json() == Plan.revolve(64, 4).to_json()
+    n: Any = np.int64(64)
+    four: Any = np.int32(4)
+    assert Plan.periodic(n, four) == Plan.periodic(64, 4)
+    assert Plan.revolve(n, four).to_json() == Plan.revolve(64, 4).to_json()
 
 
 def call(make, *args: Any, **kwargs: Any):
@@ -90,6 +92,7 @@ def call(make, *args: Any, **kwargs: Any):
             ValueError,
             "segments must be at least 1, got -1",
         ),
+        (call(Plan.periodic, 9, segments=[]), ValueError, "segments=() holds no number; pass None"),
         (
             call(Plan.periodic, 9, segments=[3, 2, 2], levels=2),
             ValueError,

@@ -160,6 +160,42 @@ def test_custom_jvp_and_jit_are_looked_through():
     assert "custom_jvp_call" not in {row.name for row in kept}
 
 
+def test_a_value_made_in_a_branch_is_named_by_the_branch():
+    def f(flag, x):
+        return jax.lax.cond(flag, lambda x: x, lambda x: checkpoint_name(x * x, "y") * x, x).sum()
+
+    kept = saved_residuals(f, spec(dtype="bool"), spec(6))
+    names = {row.name for row in kept}
+    assert "y" in names
+    assert "cond" not in names
+
+
+def test_what_is_filled_in_is_no_activation():
+    kept = saved_residuals(lambda x: (x * jnp.zeros((8, 8))).sum(), spec(8, 8))
+    assert {row.kind for row in kept} <= {"constant"}
+    assert kept.total_bytes == 0
+
+
+def test_loops_by_count_are_scans():
+    kept = saved_residuals(
+        lambda x: jax.lax.fori_loop(0, 5, lambda _, y: jnp.sin(y), x).sum(), spec(8, 4)
+    )
+    assert names_and_counts(kept) == [("cos", 5)]
+
+
+def test_shard_map_is_looked_through():
+    axis = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(axis,))
+    split = jax.sharding.PartitionSpec("data")
+    f = jax.shard_map(lambda x: jnp.sin(x) * x, mesh=mesh, in_specs=split, out_specs=split)
+    kept = saved_residuals(f, spec(8, 4))
+    assert {(row.name, row.shape) for row in kept} == {
+        ("sin", (8, 4)),
+        ("cos", (8, 4)),
+        ("argument 'x'", (8, 4)),
+    }
+
+
 def test_a_value_used_twice_is_kept_once():
     @jax.jit
     def inner(y):
@@ -348,7 +384,7 @@ class Encoder(nn.Module):
             Block,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
             length=N,
         )
         return scanned()(x, train)[0].sum()

@@ -49,7 +49,7 @@ def test_primes_cost_what_their_neighbours_cost(prime, levels, tape):
     assert cost(prime - 1) <= cost(prime) <= cost(prime + 1)
 
 
-def nested_cuts(n, levels):
+def nested_cuts(n: int, levels: int) -> list[tuple[int, ...]]:
     """Every cut there is: any length at each level."""
     if levels == 0:
         return [()]

@@ -78,7 +78,11 @@ def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
     assert list(table) == [
         "none", "full", "dots", "sqrt", "sqrt levels=2", "revolve", "offload",
     ]  # fmt: skip
-    assert all(float(row["loss_difference"]) <= 1e-6 for row in table.values())
+    # Forwards of equal parameters are bitwise equal; the gradient of a recomputing backward
+    # pass may differ in the last bit, as XLA compiles it on its own (jax.checkpoint does too),
+    # which after some updates is a unit in the last place of a loss between 4 and 8.
+    assert float(table["none"]["loss_difference"]) == 0
+    assert all(float(row["loss_difference"]) <= 2**-20 for row in table.values())
     assert all(float(row["step_seconds"]) > 0 for row in table.values())
     assert float(table["none"]["step_time_ratio"]) == 1
     assert int(table["none"]["extra_forwards"]) == 0
@@ -174,9 +178,13 @@ def test_a_batch_is_a_function_of_step_and_seed_and_stays_off_the_held_out_text(
     np.testing.assert_array_equal(one, data.batch(3, seed=1, size=4, sequence=16))
     assert (one != data.batch(4, seed=1, size=4, sequence=16)).any()
     assert (one != data.batch(3, seed=2, size=4, sequence=16)).any()
-    train, held_out = data.split()
-    assert len(train) + len(held_out) == len(data.text())
-    assert all(train.tobytes().find(row.astype(np.uint8).tobytes()) >= 0 for row in one)
+    train, held_out = (part.tobytes() for part in data.split())
+    assert all(row.astype(np.uint8).tobytes() in train for row in one)
+    # Topics repeat one another: what is held out must be new, not only elsewhere.
+    paragraphs = {part.strip() for part in held_out.split(b"\n\n")}
+    assert len(paragraphs) > 20
+    assert not paragraphs & {part.strip() for part in train.split(b"\n\n")}
+    assert data.unigram_entropy(data.split()[1]) > 3.1
 
 
 def test_unigram_entropy_is_that_of_the_text() -> None:

@@ -69,9 +69,7 @@ def backward(
 class _Descent:
     """The way down a stack, level by level."""
 
-    def __init__(
-        self, form: Form, layer: Layer, args: Sequence[Any], ct_ys: Sequence[Any]
-    ) -> None:
+    def __init__(self, form: Form, layer: Layer, args: Sequence[Any], ct_ys: Sequence[Any]) -> None:
         self.form, self.layer, self.args, self.ct_ys = form, layer, args, ct_ys
         self.consts, _, self.xs = form.body.split_in(args)
 

@@ -28,14 +28,15 @@ from jaxmem.solve import schedule
 Kept = tuple[list[Any], list[Any]]  # carries in slots 1, 2, …; tape of the last layer
 
 
-def forward(
-    form: Form, layer: Layer, slots: int, args: Sequence[Any]
-) -> tuple[list[Any], Kept]:
+def forward(form: Form, layer: Layer, slots: int, args: Sequence[Any]) -> tuple[list[Any], Kept]:
     """(results, what is kept)."""
     consts, init, xs = form.body.split_in(args)
     last = form.length - 1
     held = jnp.asarray(schedule(form.length, slots).held[last][1:], jnp.int32)
-    ys = [_jax.unfilled(aval, form.length) for aval in form.body.split_out(form.body.jaxpr.out_avals)[1]]
+    ys = [
+        _jax.unfilled(aval, form.length)
+        for aval in form.body.split_out(form.body.jaxpr.out_avals)[1]
+    ]
 
     def write(ys: Any, y: Any, i: Any) -> Any:
         at = form.index(i)

@@ -28,15 +28,23 @@ class Schedule:
 
 
 def schedule_for(plan: Plan, form: Form, layer: Layer) -> Schedule:
-    """The schedule of a periodic or revolve plan."""
+    """The schedule of a periodic, full or revolve plan."""
     if plan.kind == "periodic":
         module, how, lengths = periodic, plan.lengths, plan.lengths
+    elif plan.kind == "full":
+        module, how, lengths = periodic, (1,), (1,)
     else:
         module, how, lengths = revolve, plan.slots, segment_lengths(plan.length)
     return Schedule(
         lambda args: module.forward(form, layer, how, args),  # pyright: ignore[reportArgumentType]
         lambda args, kept, ct_carry, ct_ys: module.backward(
-            form, layer, how, args, kept, ct_carry, ct_ys  # pyright: ignore[reportArgumentType]
+            form,
+            layer,
+            how,
+            args,
+            kept,
+            ct_carry,
+            ct_ys,  # pyright: ignore[reportArgumentType]
         ),
         lengths,
     )
