@@ -96,6 +96,16 @@ def checkpointed_by(eqn: Eqn) -> tuple[Any] | None:
     return None
 
 
+def without_checkpoint(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
+    """For `evaluate`: the inside of what `jax.checkpoint` made."""
+    if checkpointed_by(eqn) is None:
+        return None
+    if eqn.primitive is remat_p:
+        return evaluate(as_closed(eqn.params["jaxpr"]), operands)
+    inner = next(v for v in eqn.params.values() if type(v).__name__ == "RematTraced")
+    return evaluate(as_closed(inner.jaxpr), operands)
+
+
 def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 

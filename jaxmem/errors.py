@@ -1,6 +1,9 @@
 """Warnings of jaxmem, and the checks that several files share."""
 
 import operator
+import sys
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -14,6 +17,17 @@ class NoStackWarning(JaxmemWarning):
 
 class OffloadWarning(JaxmemWarning):
     """Host offload was asked for where device and host memory are one: nothing is saved."""
+
+
+def warn(message: str, category: type[JaxmemWarning]) -> None:
+    """Warn at the line of the user's code that led here, past jaxmem's, jax's and flax's own."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+_LIBRARIES = ("jaxmem", "jax", "flax", "functools", "contextlib")
 
 
 def check_positive(what: str, value: Any) -> int:
@@ -33,3 +47,24 @@ def check_positive(what: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"{what} must be at least 1, got {number}")
     return number
+
+
+def check_segments(segments: int | Sequence[int] | None, levels: int) -> tuple[int, ...]:
+    """The number of segments at each level that is given one.
+
+    Raises:
+      TypeError, ValueError: a number is none or less than 1, or there are more than levels.
+    """
+    levels = check_positive("levels", levels)
+    if segments is None:
+        return ()
+    if not isinstance(segments, Sequence):
+        return (check_positive("segments", segments),)
+    given = tuple(check_positive("segments", number) for number in segments)
+    if not given:
+        raise ValueError("segments=() holds no number; pass None for the best cut")
+    if levels not in (1, len(given)) and len(given) > levels:
+        raise ValueError(
+            f"segments={given} gives numbers for {len(given)} levels, but levels={levels}"
+        )
+    return given

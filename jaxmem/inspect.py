@@ -7,11 +7,13 @@ from typing import Any
 import jax
 
 from jaxmem import _jax, find
+from jaxmem.execute import applied
 from jaxmem.find import LayerStack
 from jaxmem.plan import Plan
 from jaxmem.policies import NoRemat, Policy
 from jaxmem.problem import Problem
 from jaxmem.rewrite import as_stack
+from jaxmem.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,8 @@ def stacks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[PlannedSta
     ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
     >>> found = jaxmem.stacks(model, jnp.ones((64, 4, 4)), jnp.ones(4))
     >>> print(found[0].plan)
-    Plan of 64 layers: 12 segments of 5 and one of 4, 64 extra forward evaluations
-      |....|....|....|....|....|....|....|....|....|....|....|....|...
+    Plan of 64 layers: 16 segments of 4, 64 extra forward evaluations
+      |...|...|...|...|...|...|...|...|...|...|...|...|...|...|...|...
       | carry kept   . computed again
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -64,7 +66,29 @@ def stacks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[PlannedSta
 
 
 def _planned(info: LayerStack, eqn: Any) -> PlannedStack:
-    stack = eqn.params["stack"] if _jax.is_stack(eqn) else as_stack(eqn, NoRemat())
+    stack = eqn.params["stack"] if _jax.is_stack(eqn) else _as_written(as_stack(eqn, NoRemat()))
     operands = [_jax.has_tangent(atom.aval) for atom in eqn.invars]
     layer = stack.layer(operands)
     return PlannedStack(info, stack.policy, layer.problem(info.length), stack.plan(layer))
+
+
+def _as_written(stack: Stack) -> Stack:
+    """A scan whose whole layer is under `jax.checkpoint`, as the plan that this is."""
+    body = stack.form.body
+    found = [_jax.checkpointed_by(eqn) for eqn in body.jaxpr.jaxpr.eqns]
+    others = [
+        eqn
+        for eqn, policy in zip(body.jaxpr.jaxpr.eqns, found, strict=True)
+        if policy is None and _jax.name_given_by(eqn) is None
+    ]
+    policies = [policy for policy in found if policy is not None]
+    if len(policies) != 1 or others:
+        return stack
+    layer, host = applied(*policies[0])
+    plan = Plan.full(stack.form.length, layer, "host" if host else "device")
+
+    def inlined(*flat: Any) -> list[Any]:
+        return _jax.evaluate(body.jaxpr, flat, _jax.without_checkpoint)
+
+    bare = dataclasses.replace(body, jaxpr=_jax.trace(inlined, body.jaxpr.in_avals))
+    return Stack(dataclasses.replace(stack.form, body=bare), plan)

@@ -4,7 +4,7 @@ A method of a module is made a pure function of its variables and keys the way
 flax lifts its own transformations (`flax.core.lift.pack`); the policy is
 applied to the stacks in that function.  Unlike flax's `nn.remat` this renames
 nothing, takes keyword arguments and has no ``static_argnums``: what is no array
-is static.
+is static.  `init` runs the undecorated module.
 
 Decorate a class that holds an `nn.scan`, or decorate a layer and stack it with
 `scan` of this file.
@@ -156,7 +156,7 @@ def call_method(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """``fn(module, *args, **kwargs)`` under a policy; `fn` is a method as written in its class."""
-    if module.scope is None or inside_layer_scope(module):
+    if _left_alone(module):
         return fn(module, *args, **kwargs)
     body = fn if hasattr(fn, _HANDLED) else _entered(fn)
     return _lift(body, choice)(module, *args, **kwargs)
@@ -192,13 +192,25 @@ def _under_policy(method: Callable[..., Any], choice: Choice) -> Callable[..., A
 
     @functools.wraps(method)
     def with_policy(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # An unbound module holds nothing to lift: linen says what is wrong, if anything is.
-        if self.scope is None or inside_layer_scope(self):
+        if _left_alone(self):
             return method(self, *args, **kwargs)
         return lifted(self, *args, **kwargs)
 
     vars(with_policy)["__jaxmem_choice__"] = choice
     return with_policy
+
+
+def _left_alone(module: nn.Module) -> bool:
+    """Whether a call has nothing to gain from a policy."""
+    return _initializing(module) or inside_layer_scope(module)
+
+
+def _initializing(module: nn.Module) -> bool:
+    """In `init`, which differentiates nothing and has to work on shapes alone; or unbound."""
+    if module.scope is None:  # linen says what is wrong, if anything is
+        return True
+    # Not Module.is_initializing, which would run `setup` on this side of the lifting.
+    return bool(module.scope.get_flag("initializing", False))
 
 
 def _as_layer(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,7 +269,7 @@ def _scan_function(target: Any, remat: Any, arguments: dict[str, Any]) -> Any:
         if not inside_layer_scope(module):
             declared.append(declared_choice(type(module)))
         choice = stack_choice(remat, declared)
-        if choice is None:
+        if choice is None or _initializing(module):
             return scanned(module, *args, **kwargs)
         return _lift(scanned, choice)(module, *args, **kwargs)
 

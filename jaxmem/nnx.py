@@ -90,7 +90,9 @@ def scan(
 
     @functools.wraps(f)
     def layer(*args: Any) -> Any:
-        with layer_scope(f, *_decorated(args)):
+        # A decorated function knows itself by its first argument.
+        spent = _decorated(args) if declared_choice(f) is None else [*_decorated(args), *args[:1]]
+        with layer_scope(*spent):
             return f(*args)
 
     scanned = nnx.scan(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxmem import policies
-from jaxmem.errors import check_positive
+from jaxmem.errors import check_positive, check_segments
 from jaxmem.policies import LayerPolicy
 from jaxmem.solve import extra_steps, periodic_bytes, schedule, segment_lengths
 
@@ -87,20 +87,8 @@ class Plan:
         Raises:
           ValueError: n < 0, segments < 1, levels < 1, no number or more than levels.
         """
-        n, levels = _length(n), check_positive("levels", levels)
-        if segments is None:
-            given: tuple[int, ...] = ()
-        elif isinstance(segments, Sequence):
-            given = tuple(check_positive("segments", number) for number in segments)
-            if not given:
-                raise ValueError("segments=() holds no number; pass None for the best cut")
-            levels = len(given) if levels == 1 else levels
-        else:
-            given = (check_positive("segments", segments),)
-        if len(given) > levels:
-            raise ValueError(
-                f"segments={given} gives numbers for {len(given)} levels, but levels={levels}"
-            )
+        n, given = _length(n), check_segments(segments, levels)
+        levels = max(levels, len(given))
         lengths, outer = [], n
         for number in given:
             outer = -(-outer // min(number, outer)) if outer else 0

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jaxmem.errors import check_positive
+from jaxmem.errors import check_positive, check_segments
 
 # ---------------------------------------------------------------- types
 
@@ -90,6 +90,10 @@ class Dots(LayerPolicy):
 
     batch: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.batch, bool):
+            raise TypeError(f"batch must be True or False, got {self.batch!r}")
+
     @property
     def jax_policy(self) -> Callable[..., Any]:
         if self.batch:
@@ -154,6 +158,33 @@ class FromJax(LayerPolicy):
     """
 
     policy: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.policy):
+            raise TypeError(
+                f"from_jax takes a policy of jax.checkpoint_policies, got {self.policy!r} of type "
+                f"{type(self.policy).__name__}"
+            )
+        known = jax.checkpoint_policies
+        if self.policy is known.save_anything_except_these_names:
+            raise ValueError(
+                "jax.checkpoint_policies.save_anything_except_these_names saves the names, too: it "
+                "is broken in jax; use save_any_names_but_these or jaxmem.policies.names"
+            )
+        for name in _FACTORIES:
+            if self.policy is getattr(known, name, None):
+                raise ValueError(
+                    f"jax.checkpoint_policies.{name} makes a policy and is none itself; call it "
+                    "with its arguments and pass what it returns"
+                )
+
+    @property
+    def names(self) -> frozenset[str]:
+        held = {**getattr(self.policy, "__dict__", {})}
+        if inspect.isfunction(self.policy):
+            held |= inspect.getclosurevars(self.policy).nonlocals
+        found = [value for key, value in held.items() if key in _KEEPERS_OF_NAMES]
+        return frozenset(name for names in found for name in names)
 
     @property
     def jax_policy(self) -> Callable[..., Any]:
@@ -235,11 +266,7 @@ class Sqrt(Policy):
     def __post_init__(self) -> None:
         if isinstance(self.segments, Sequence):
             object.__setattr__(self, "segments", tuple(self.segments))
-        if self.segments is not None:
-            each = self.segments if isinstance(self.segments, tuple) else (self.segments,)
-            for number in each:
-                check_positive("segments", number)
-        check_positive("levels", self.levels)
+        check_segments(self.segments, self.levels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +410,7 @@ def from_json(data: Any) -> Policy:
             raise ValueError(f"either: {bad[0]!r} says how to cut a stack, not what a layer keeps")
         return Either(*parts)  # pyright: ignore[reportArgumentType]
     kinds = {value: key for key, value in _NAME_OF.items()}
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise ValueError(f"policy: unknown {name!r}; known are {', '.join(map(repr, kinds))}")
     try:
         return kinds[name](**fields)
@@ -404,6 +431,22 @@ _BY_NAME: dict[str, Callable[..., Policy]] = {
     "offload": offload,
     "names": names,
 }
+
+# Of jax.checkpoint_policies: what makes policies, and what these hold their names in.
+_FACTORIES = (
+    "offload_dot_with_no_batch_dims",
+    "save_any_names_but_these",
+    "save_only_these_names",
+    "save_from_both_policies",
+    "save_and_offload_only_these_names",
+)
+_KEEPERS_OF_NAMES = (
+    "names",
+    "names_not_to_save",
+    "names_which_can_be_offloaded",
+    "names_which_can_be_saved",
+    "saveable_names",
+)
 
 _NAME_OF: dict[type, str] = {
     NoRemat: "none",

@@ -9,7 +9,6 @@ of the undecorated function.
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, find
 from jaxmem.choose import choose, needs_sizes
-from jaxmem.errors import NoStackWarning, OffloadWarning, check_positive
+from jaxmem.errors import NoStackWarning, OffloadWarning, check_positive, warn
 from jaxmem.execute import Form
 from jaxmem.find import LayerStack, Where
 from jaxmem.layer import Body
@@ -190,11 +189,10 @@ def _warn_of_host(policy: Policy | Plan) -> None:
     to_host = isinstance(layer, Offload) or (isinstance(policy, Plan) and policy.carries == "host")
     to_host |= isinstance(layer, LayerPolicy) and layer.offloads
     if to_host and jax.default_backend() == "cpu":
-        warnings.warn(
+        warn(
             "offload: on the cpu backend device and host memory are one, so nothing is saved; the "
             "numbers are the same",
             OffloadWarning,
-            stacklevel=2,
         )
 
 
@@ -212,13 +210,12 @@ def _checkpoint_whole(
             f"a plan for {choice.policy.length} layers was given for {label}, which has no layer "
             f"stack ({met}); a stack is a jax.lax.scan over layers (nn.scan, nnx.scan, jaxmem.scan)"
         )
-    warnings.warn(
+    warn(
         f"no layer stack in {label}: {met}.  A stack is a jax.lax.scan over layers (nn.scan, "
-        "nnx.scan, jaxmem.scan); a Python loop over layers is none.  The whole call is checkpointed "
-        "once instead.  If this is one layer of a stack, scan it with jaxmem.scan, "
+        "nnx.scan, jaxmem.scan); a Python loop over layers is none.  The whole call is "
+        "checkpointed once instead.  If this is one layer of a stack, scan it with jaxmem.scan, "
         "jaxmem.linen.scan or jaxmem.nnx.scan",
         NoStackWarning,
-        stacklevel=4,
     )
     layer = choice.policy if isinstance(choice.policy, LayerPolicy) else None
     policy = layer.jax_policy if layer is not None else None

@@ -135,6 +135,6 @@ def _check_carry(given: Any, returned: Any) -> None:
         raise TypeError(
             f"the layer changed the type of its carry: carry{keystr(path)} came in as "
             f"{old_type.str_short()} and went out as {new_type.str_short()}; every layer must "
-            "return what it was given, so cast or reshape it in the layer, or start from an init of "
-            "that type"
+            "return what it was given, so cast or reshape it in the layer, or start from an init "
+            "of that type"
         )

@@ -14,7 +14,9 @@ import pytest
 from flax import linen as nn
 from flax import serialization
 
+import jaxmem
 from jaxmem import Plan, linen, policies
+from jaxmem._scope import declared_choice
 from jaxmem.errors import NoStackWarning
 from jaxmem.rewrite import Choice
 
@@ -122,8 +124,8 @@ class Setup(nn.Module):
         return self.encode(x, scale=2.0)
 
 
-def under(cls, policy="sqrt", **options) -> Any:
-    return linen.remat_class(cls, Choice(policies.parse(policy)), **options)
+def under(cls, policy: Any = "sqrt", **options) -> Any:
+    return jaxmem.remat(cls, policy, **options)
 
 
 def data():
@@ -141,8 +143,8 @@ def filled(module):
     draws = jax.random.uniform(jax.random.key(5), (sum(leaf.size for leaf in leaves),), minval=0.1)
     ends = list(itertools.accumulate(leaf.size for leaf in leaves))
     parts = jnp.split(draws - 0.2, ends[:-1])
-    filled = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
-    variables = jax.tree.unflatten(structure, filled)
+    values = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    variables = jax.tree.unflatten(structure, values)
     if "batch_stats" in variables:  # variances are positive
         variables["batch_stats"] = jax.tree.map(jnp.abs, variables["batch_stats"])
     return variables
@@ -173,7 +175,11 @@ def trained(module, variables, x, **options):
 
 
 def assert_same_init(plain, decorated):
-    chex.assert_trees_all_equal(decorated.init(keys(), data()), plain.init(keys(), data()))
+    expected = plain.init(keys(), data())
+    chex.assert_trees_all_equal(decorated.init(keys(), data()), expected)
+    # Variables may also be made outside `init`, and then under the policy.
+    made = decorated.apply({}, data(), rngs=keys(), mutable=["params", "batch_stats"])[1]
+    chex.assert_trees_all_equal(made, {name: expected[name] for name in made})
 
 
 def assert_same_model(plain, decorated, **options):
@@ -212,8 +218,8 @@ def test_nothing_is_renamed():
         assert getattr(decorated, name) == getattr(Encoder, name)
     assert issubclass(decorated, Encoder)
     assert repr(decorated(layers=2)) == repr(Encoder(layers=2))
-    assert decorated.__jaxmem_choice__ == Choice(policies.sqrt())
-    assert not hasattr(Encoder, "__jaxmem_choice__")
+    assert declared_choice(decorated) == Choice(policies.sqrt())
+    assert declared_choice(Encoder) is None
 
 
 def test_nested_in_another_module_and_named_automatically():
@@ -289,8 +295,8 @@ def test_subclass_of_a_decorated_class():
         bias: float = 1.0
 
         @nn.compact
-        def __call__(self, x, **options):
-            return super().__call__(x + self.bias, **options)
+        def __call__(self, x, train=False, mode="plain", mask=None):
+            return super().__call__(x + self.bias, train=train)
 
     class WiderDecorated(under(Encoder)):
         bias: float = 1.0
@@ -320,11 +326,11 @@ def test_a_hook_overridden_in_a_subclass_is_the_one_that_runs():
 
     class Hooked(under(Base)):
         def finish(self, x):
-            return 3 * x
+            return 4 * x
 
     class Plain(Base):
         def finish(self, x):
-            return 3 * x
+            return 4 * x
 
     assert_same_model(Plain(), Hooked())
 
@@ -344,6 +350,14 @@ def test_a_module_passed_from_outside_and_shared():
             return self.inner(stack()(self.inner(x), None)[0])
 
     assert_same_model(Shared(nn.Dense(WIDTH)), under(Shared)(nn.Dense(WIDTH)))
+
+
+def test_init_from_shapes_alone():
+    shape = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    for decorated in (under(Encoder)(), Stacked(linen.scan, under(Light))):
+        chex.assert_trees_all_equal(
+            decorated.lazy_init(keys(), shape), decorated.init(keys(), data())
+        )
 
 
 def test_weights_saved_under_one_policy_load_under_another():
@@ -408,13 +422,12 @@ def test_optax_steps():
 
 def test_instance_unbound_bound_and_inside_modules():
     x = data()
-    choice = Choice(policies.sqrt())
-    instance = linen.remat_instance(Encoder(layers=5), choice)
+    instance = jaxmem.remat(Encoder(layers=5), "sqrt")
     assert instance.layers == 5
     assert isinstance(instance, Encoder)
     assert_same_init(Encoder(layers=5), instance)
     variables = filled(instance)
-    bound = linen.remat_instance(Encoder(layers=5).bind(variables), choice)
+    bound = jaxmem.remat(Encoder(layers=5).bind(variables), "sqrt")
     chex.assert_trees_all_equal(bound(x), instance.apply(variables, x))
 
     class Parent(nn.Module):
@@ -422,13 +435,13 @@ def test_instance_unbound_bound_and_inside_modules():
 
         def setup(self):
             encoder = Encoder(2)
-            self.encoder = linen.remat_instance(encoder, choice) if self.remat else encoder
+            self.encoder = jaxmem.remat(encoder, "sqrt") if self.remat else encoder
 
         @nn.compact
         def __call__(self, x, train=False):
             named, auto = Encoder(2, name="enc"), Encoder(3)
             if self.remat:
-                named, auto = (linen.remat_instance(m, choice) for m in (named, auto))
+                named, auto = (jaxmem.remat(m, "sqrt") for m in (named, auto))
             return named(x, train=train) + auto(x, train=train) + self.encoder(x)
 
     assert_same_model(Parent(False), Parent(True), train=True)
@@ -437,14 +450,7 @@ def test_instance_unbound_bound_and_inside_modules():
 # ---------------------------------------------------------------- methods
 
 
-def on_method(fn) -> Any:
-    """What a decorator on a method in a class body does."""
-
-    @functools.wraps(fn)
-    def wrapper(module, *args, **kwargs):
-        return linen.call_method(fn, Choice(policies.sqrt()), module, args, kwargs)
-
-    return wrapper
+on_method: Any = jaxmem.remat_sqrt
 
 
 class OutsideCompact(Encoder):
@@ -463,8 +469,8 @@ class InsideCompact(Encoder):
 
 class Plainly(Encoder):
     @nn.compact
-    def __call__(self, x, **options):
-        return Encoder.__call__(self, x, **options)
+    def __call__(self, x, train=False, mode="plain", mask=None):
+        return Encoder.__call__(self, x, train=train)
 
 
 class SetupMethod(Setup):
@@ -537,7 +543,7 @@ def test_scan_names_and_types():
     assert stack.__name__ == nn.scan(Block, length=2, **SCAN).__name__ == "ScanBlock"
     assert isinstance(stack(), Block)
     plain = linen.scan(Block, length=2, **SCAN)
-    assert not hasattr(plain, "__jaxmem_choice__")
+    assert declared_choice(plain) is None
 
 
 def test_scan_of_a_subclass_whose_base_is_decorated():
@@ -630,6 +636,44 @@ def test_scan_reversed_over_inputs_with_carried_and_broadcast_variables():
 
 
 # ---------------------------------------------------------------- what is said
+
+
+def test_a_layer_on_its_own_is_no_stack():
+    variables = nn.Dense(2).init(keys(), data())
+    with pytest.warns(NoStackWarning, match="no layer stack in Dense.__call__"):
+        y = under(nn.Dense)(2).apply(variables, data())
+    chex.assert_trees_all_equal(y, nn.Dense(2).apply(variables, data()))
+
+
+class Counted(nn.Module):
+    """Reports each evaluation."""
+
+    @nn.compact
+    def __call__(self, x, train, mode):
+        jax.debug.callback(lambda _: EVALUATIONS.append(1), x[0, 0])
+        return jnp.tanh(nn.Dense(x.shape[-1])(x)), None
+
+
+EVALUATIONS: list[int] = []
+
+
+@pytest.mark.parametrize("where", ["encoder", "layer"])
+def test_the_policy_is_applied_and_once(where):
+    plan = Plan.revolve(LAYERS, slots=3)
+    # flax's check of broadcast variables runs the layer as well, and takes no callbacks.
+    unchecked = {"check_constancy_invariants": False}
+    scan, stack = (functools.partial(s, **unchecked) for s in (nn.scan, linen.scan))
+    plain = Stacked(scan, Counted)
+    if where == "encoder":
+        decorated = under(Stacked, plan)(scan, Counted)
+    else:
+        decorated = Stacked(stack, under(Counted, plan))
+    variables = filled(plain)
+    for module, extra in ((plain, 0), (decorated, plan.extra_forwards())):
+        EVALUATIONS.clear()
+        trained(module, variables, data())
+        jax.effects_barrier()
+        assert len(EVALUATIONS) == LAYERS + extra
 
 
 def test_errors_by_their_text():

@@ -13,8 +13,10 @@ import optax
 import pytest
 from flax import errors, nnx
 
+import jaxmem
 import jaxmem.nnx as memory
 from jaxmem import Plan, policies
+from jaxmem._scope import declared_choice
 from jaxmem.errors import NoStackWarning
 from jaxmem.rewrite import Choice
 
@@ -92,8 +94,8 @@ class Encoder(nnx.Module):
         return self.encode(x, **options)
 
 
-def under(cls, policy="sqrt", **options) -> Any:
-    return memory.remat_class(cls, Choice(policies.parse(policy)), **options)
+def under(cls, policy: Any = "sqrt", **options) -> Any:
+    return jaxmem.remat(cls, policy, **options)
 
 
 def data():
@@ -174,8 +176,8 @@ def test_nothing_is_renamed():
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         assert getattr(decorated, name) == getattr(Encoder, name)
     assert issubclass(decorated, Encoder)
-    assert decorated.__jaxmem_choice__ == Choice(policies.sqrt())
-    assert not hasattr(Encoder, "__jaxmem_choice__")
+    assert declared_choice(decorated) == Choice(policies.sqrt())
+    assert declared_choice(Encoder) is None
     assert inspect.signature(decorated) == inspect.signature(Encoder)
     assert jax.tree.structure(nnx.state(make(decorated))) == jax.tree.structure(
         nnx.state(make(Encoder))
@@ -255,7 +257,8 @@ def test_subclass_of_a_decorated_class():
                 return super().__call__(2 * x, **options)
 
             def encode(self, x, **options):
-                return 3 * super().encode(x, **options)
+                # A power of two is exact, however the compiler fuses it.
+                return 4 * super().encode(x, **options)
 
         return Louder
 
@@ -341,7 +344,7 @@ def test_pickle_and_clone():
 
 def test_instance():
     model = plain()
-    twin = memory.remat_instance(model, Choice(policies.sqrt()))
+    twin = jaxmem.remat(model, "sqrt")
     assert isinstance(twin, Encoder)
     assert twin.blocks is model.blocks
     chex.assert_trees_all_equal(twin(data()), model(data()))
@@ -351,15 +354,7 @@ def test_instance():
 # ---------------------------------------------------------------- functions and methods
 
 
-def on_function(fn) -> Any:
-    """What a decorator on a function does where modules are among the arguments."""
-
-    @functools.wraps(fn)
-    def wrapper(*args, **kwargs):
-        assert memory.has_modules(args, kwargs) or memory.is_bound_method(fn)
-        return memory.call(fn, Choice(policies.sqrt()), args, kwargs)
-
-    return wrapper
+on_function: Any = jaxmem.remat_sqrt
 
 
 def test_method_and_function():
@@ -448,6 +443,56 @@ def test_scan_of_a_method_with_ys_and_a_state_axis():
     expected = layer(nnx.scan, Light).run(data(), ys, None)
     for model in (layer(memory.scan, under(Light)), layer(memory.scan, Light, remat="full")):
         chex.assert_trees_all_equal(model.run(data(), y=ys, flag=None), expected)
+
+
+def test_scan_of_a_decorated_function():
+    def build(decorate, scan):
+        @scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @decorate
+        def forward(x, block):
+            return block(x)
+
+        return forward
+
+    expected = build(lambda f: f, nnx.scan)(data(), make(Reader).blocks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoStackWarning)
+        found = build(jaxmem.remat_sqrt, memory.scan)(data(), make(Reader).blocks)
+    chex.assert_trees_all_equal(found, expected)
+
+
+class Counted(nnx.Module):
+    """Reports each evaluation."""
+
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x, train=False, mode="plain"):
+        jax.debug.callback(lambda _: EVALUATIONS.append(1), x[0, 0])
+        return jnp.tanh(self.dense(x))
+
+
+EVALUATIONS: list[int] = []
+
+
+@pytest.mark.parametrize("where", ["encoder", "layer"])
+def test_the_policy_is_applied_and_once(where):
+    plan = Plan.revolve(LAYERS, slots=3)
+    if where == "encoder":
+        decorated = make(under(Encoder, plan), block=Counted)
+    else:
+        decorated = make(Encoder, block=under(Counted, plan), scan=memory.scan)
+    for model, extra in ((make(Encoder, block=Counted), 0), (decorated, plan.extra_forwards())):
+        EVALUATIONS.clear()
+        nnx.grad(lambda model: model(data()).sum())(model)
+        jax.effects_barrier()
+        assert len(EVALUATIONS) == LAYERS + extra
+
+
+def test_a_layer_on_its_own_is_no_stack():
+    with pytest.warns(NoStackWarning, match="no layer stack in Light.__call__"):
+        y = make(under(Light))(data())
+    chex.assert_trees_all_equal(y, make(Light)(data()))
 
 
 def test_scan_without_a_policy_is_nnx_scan():

@@ -47,7 +47,7 @@ def test_every_constructor_takes_every_length(n):
     ("plan", "kind", "lengths"),
     [
         (Plan.periodic(64), "periodic", (8,)),
-        (Plan.periodic(61), "periodic", (9,)),
+        (Plan.periodic(61), "periodic", (7,)),
         (Plan.periodic(64, segments=4), "periodic", (16,)),
         (Plan.periodic(61, segments=4), "periodic", (16,)),
         (Plan.periodic(64, segments=[4, 4]), "periodic", (16, 4)),

@@ -1,6 +1,7 @@
 """The training script, run as a person runs it, in its smallest form."""
 
 import csv
+import functools
 import json
 import os
 import signal
@@ -8,13 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import flax.linen as nn
+import jax
 import numpy as np
 import pytest
 from matplotlib import image
 
-from lm import data
+import jaxmem
+from jaxmem import policies
+from lm import data, linen_model, model
 from lm.config import Config, UserError
+from lm.program import initial
 
 SCRIPT = Path(__file__).parent.parent / "experiments" / "train_lm.py"
 SMALL = (
@@ -79,10 +86,11 @@ def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
         "none", "full", "dots", "sqrt", "sqrt levels=2", "revolve", "offload",
     ]  # fmt: skip
     # Forwards of equal parameters are bitwise equal; the gradient of a recomputing backward
-    # pass may differ in the last bit, as XLA compiles it on its own (jax.checkpoint does too),
-    # which after some updates is a unit in the last place of a loss between 4 and 8.
+    # pass may differ in the last bits, as XLA compiles it on its own (jax.checkpoint does too),
+    # which an update carries into the next loss: 1e-6 of it at most.
     assert float(table["none"]["loss_difference"]) == 0
-    assert all(float(row["loss_difference"]) <= 2**-20 for row in table.values())
+    bound = 1e-6 * metrics(workdir)[0]["loss"]
+    assert all(float(row["loss_difference"]) <= bound for row in table.values())
     assert all(float(row["step_seconds"]) > 0 for row in table.values())
     assert float(table["none"]["step_time_ratio"]) == 1
     assert int(table["none"]["extra_forwards"]) == 0
@@ -95,19 +103,18 @@ def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
     assert image.imread(workdir / "train_lm.png").shape[2] >= 3
     assert not [path for path in workdir.iterdir() if path.name.startswith(".")]
 
-    before = (workdir / "table.csv").read_bytes()
-    said = run(cache, "--steps=6", "--compare-steps=3", "--accum=2", f"--workdir={workdir}")
-    assert "is from an earlier run" in said
-    assert (workdir / "table.csv").read_bytes() == before
-
-
-def test_dry_run_shows_plans_and_memory_and_writes_nothing(tmp_path: Path) -> None:
-    said = run(tmp_path / "cache", "--dry-run", f"--workdir={tmp_path / 'run'}")
+    dry = tmp_path / "dry"
+    said = run(cache, "--steps=6", "--accum=2", "--dry-run", f"--workdir={dry}")
     assert "parameters" in said
     assert "Plan of 2 layers: carries kept, 2 extra forward evaluations" in said
     assert "| revolve " in said
     assert "step time" not in said
-    assert not (tmp_path / "run").exists()
+    assert not dry.exists()
+
+    before = (workdir / "table.csv").read_bytes()
+    said = run(cache, "--steps=6", "--compare-steps=3", "--accum=2", f"--workdir={workdir}")
+    assert "is from an earlier run" in said
+    assert (workdir / "table.csv").read_bytes() == before
 
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
@@ -131,6 +138,28 @@ def test_killed_and_interrupted_it_gives_the_numbers_of_an_unbroken_run(
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "unbroken")
     first, last = metrics(tmp_path / "unbroken")[0], metrics(tmp_path / "unbroken")[-1]
     assert last["loss"] < first["loss"] - 1
+
+
+def test_gradients_are_those_of_a_checkpoint_written_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config(layers=2, width=16, heads=2, sequence=16, batch=4)
+    state = initial(config)
+    tokens = data.batch(1, seed=0, size=config.batch, sequence=config.sequence)
+    key = jax.random.key(3)
+
+    def gradient(policy: policies.Policy) -> Any:
+        loss = functools.partial(model.loss, config, policy)
+        return jax.jit(jax.value_and_grad(loss))(state.params, tokens, key)
+
+    ours = gradient(policies.full())
+    by_hand = nn.remat(linen_model.Block, prevent_cse=False, static_argnums=(2,))
+    monkeypatch.setattr(linen_model, "Block", by_hand)
+    monkeypatch.setattr(jaxmem, "remat", lambda target, policy: target)
+    for one, other in zip(
+        jax.tree.leaves(ours), jax.tree.leaves(gradient(policies.none())), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Config:
     """Sequences in one step of the optimizer."""
     accum: int = 1
     """Microbatches that a batch is cut into (optax.MultiSteps)."""
-    steps: int = 140
+    steps: int = 200
     """Steps of the optimizer."""
     learning_rate: float = 5e-3
     """Peak of the warm-up and cosine decay."""

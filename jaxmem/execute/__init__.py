@@ -7,7 +7,7 @@ index and write single gradients into the stacked gradients by index, so that no
 schedule ever holds a copy of a segment's parameters.
 """
 
-from jaxmem.execute.forms import Form, checkpointed, nested, plain
+from jaxmem.execute.forms import Form, applied, checkpointed, nested, plain
 from jaxmem.execute.schedules import Schedule, schedule_for
 
-__all__ = ["Form", "Schedule", "checkpointed", "nested", "plain", "schedule_for"]
+__all__ = ["Form", "Schedule", "applied", "checkpointed", "nested", "plain", "schedule_for"]

@@ -1,6 +1,7 @@
 """Forms of a stack in plain jax: the scan itself, layers checkpointed, segments nested."""
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.layer import Body
-from jaxmem.policies import Full, LayerPolicy, names
+from jaxmem.policies import Full, LayerPolicy, from_jax, names
 
 # Under this name the carries that a plan keeps appear in jax's own reports.
 CARRY_NAME = "jaxmem_carry"
@@ -62,7 +63,19 @@ def checkpointed(form: Form, layer: LayerPolicy, host: bool, args: Sequence[Any]
 
     if layer == Full() and not host:
         policy = None  # jax's spelling of the same, which all of its versions treat alike
+    else:
+        _APPLIED[policy] = layer, host
     return _scan(form, jax.checkpoint(body, prevent_cse=False, policy=policy), args)
+
+
+_APPLIED: weakref.WeakKeyDictionary[Any, tuple[LayerPolicy, bool]] = weakref.WeakKeyDictionary()
+
+
+def applied(policy: Any) -> tuple[LayerPolicy, bool]:
+    """(layer policy, whether carries go to the host) of a policy found in a checkpointed scan."""
+    if policy is None:
+        return Full(), False
+    return _APPLIED.get(policy, (from_jax(policy), False))
 
 
 def nested(form: Form, lengths: Sequence[int], args: Sequence[Any]) -> list[Any]:

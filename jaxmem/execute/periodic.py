@@ -62,7 +62,7 @@ def backward(
     """Cotangents of the operands; cotangents of results may be None for zero."""
     descent = _Descent(form, layer, args, ct_ys)
     _, init, _ = form.body.split_in(args)
-    state = start(layer, args, ct_carry)
+    state = start(layer, form.length, args, ct_carry)
     return descent.segments(0, form.length, tuple(lengths), init, kept, state)
 
 
@@ -90,10 +90,19 @@ class _Descent:
             begin = load(ends, carry, segment - 1)
             return self.layers(first + segment * size, length, deeper, begin, state)
 
+        def alone(segment: int, length: int, state: Cotangents) -> Cotangents:
+            # Outside a loop nothing keeps a compiler from computing a segment again before
+            # the cotangents are there, next to the tapes of the segment before it.  The
+            # barrier says so; and where barriers are dropped (on CPU), the place to begin
+            # is a number that only the loop over the segment before it gives.
+            begin = load(ends, carry, jnp.int32(segment - 1))
+            begin, state = lax.optimization_barrier((begin, state))
+            return self.layers(state.left - length, length, deeper, begin, state)
+
         if rest:
-            state = one(jnp.int32(whole), rest, state)
+            state = alone(whole, rest, state)
         if whole == 1:
-            return one(jnp.int32(0), size, state)
+            return alone(0, size, state)
         state, _ = lax.scan(
             lambda state, segment: (one(segment, size, state), None),
             state,

@@ -50,7 +50,8 @@ def segment_lengths(
 
     Only the shortest segment for each number of segments has to be tried: a
     longer one keeps as many carries and more tapes.  Of equals, the one with
-    the longest segments is taken, as it writes the fewest carries.
+    the shortest segments is taken: what a layer needs while it works, which no
+    one counts here, is then least.
 
     >>> segment_lengths(64)
     (8,)
@@ -72,7 +73,7 @@ def segment_lengths(
         options = []
         for c in _shortest_segments(n):
             inner, cut = best(c, depth - 1)
-            options.append((carry_bytes * -(-n // c) + inner, -c, (c, *cut)))
+            options.append((carry_bytes * -(-n // c) + inner, c, (c, *cut)))
         cost, _, cut = min(options)
         return cost, cut
 

@@ -1,0 +1,28 @@
+"""What the README shows is run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+def test_the_readme_has_code() -> None:
+    assert BLOCKS
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_code_runs_as_it_stands_and_warns_of_nothing(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "quickstart.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", str(script)],
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Plan of 64 layers")
