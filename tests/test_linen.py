@@ -200,10 +200,8 @@ def test_decorated_class_trains_bitwise_equal(policy):
 
 
 def test_initial_values_are_the_same():
-    assert_same_init(Twice(), Twice(under(Encoder)))
-    for policy in ("sqrt", "revolve"):
-        assert_same_init(Encoder(block=Block), under(Encoder, policy)(block=Block))
-    assert_same_init(Setup(), under(Setup)())
+    assert_same_init(Encoder(block=Block), under(Encoder)(block=Block))
+    assert_same_init(Setup(), under(Setup, "revolve")())
     assert_same_init(Stacked(nn.scan, Block), Stacked(linen.scan, under(Block)))
 
 
@@ -425,7 +423,6 @@ def test_instance_unbound_bound_and_inside_modules():
     instance = jaxmem.remat(Encoder(layers=5), "sqrt")
     assert instance.layers == 5
     assert isinstance(instance, Encoder)
-    assert_same_init(Encoder(layers=5), instance)
     variables = filled(instance)
     bound = jaxmem.remat(Encoder(layers=5).bind(variables), "sqrt")
     chex.assert_trees_all_equal(bound(x), instance.apply(variables, x))
