@@ -75,6 +75,11 @@ def all_subjaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
     return subs
 
 
+def has_new_checkpoint() -> bool:
+    """Whether the flag jax_remat3 is on, under which `jax.checkpoint` is another implementation."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
 def name_given_by(eqn: Eqn) -> str | None:
     """The name, if this is an equation made by `checkpoint_name`."""
     if eqn.primitive.name == "name":
