@@ -75,11 +75,6 @@ def all_subjaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
     return subs
 
 
-def has_new_checkpoint() -> bool:
-    """Whether the flag jax_remat3 is on, under which `jax.checkpoint` is another implementation."""
-    return bool(getattr(jax.config, "jax_remat3", False))
-
-
 def name_given_by(eqn: Eqn) -> str | None:
     """The name, if this is an equation made by `checkpoint_name`."""
     if eqn.primitive.name == "name":
@@ -217,9 +212,7 @@ def stacked(aval: Aval, length: int) -> Aval:
 def unfilled(aval: Aval, length: int) -> Any:
     """Room for so many values of a type, to be written before it is read."""
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        zeros = jax.numpy.zeros((length, *words.shape), words.dtype)
-        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(aval))
+        return jax.numpy.empty((length, *aval.shape), aval.dtype)
     return ad_util.zeros_like_aval(stacked(aval, length))
 
 

@@ -180,7 +180,7 @@ def _function(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         if args and isinstance(args[0], flax_linen.Module):
             return linen.call_method(fn, choice, args[0], args[1:], kwargs)
-        if nnx.has_modules(args, kwargs):
+        if nnx.is_bound_method(fn) or nnx.has_modules(args, kwargs):
             return nnx.call(fn, choice, args, kwargs)
         return rewritten(fn, choice)(*args, **kwargs)
 

@@ -89,10 +89,8 @@ class Stack:
         """Results and their tangents; a tangent is None for zero."""
         layer = self.layer([t is not None for t in tangents])
         plan = self.plan(layer)
-        # A checkpoint of the new kind does nothing when it meets jvp first, as it does here.
-        run = None if plan.kind == "full" and _jax.has_new_checkpoint() else native(plan)
-        if run is not None:
-            outs, out_tangents = _partial_jvp(lambda *a: run(self.form, a), args, tangents)
+        if plan.kind == "none":
+            outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
             return outs, used
         linear = _Tangent(self.form, layer.wrt, schedule_for(plan, self.form, layer))

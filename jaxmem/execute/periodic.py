@@ -1,10 +1,10 @@
 """Periodic plans: carries kept at the cuts, one segment's tapes at a time.
 
 The forward pass is one flat scan that writes each layer's carry into the slot
-of its segment, so that the last write, the segment's end, stays.  The backward
-pass goes over the segments from the last to the first: inside a segment it
-records the carries of the next level, and at the innermost level the tapes of
-all layers, and then goes down these.
+of the segment to come, so that the last write, where that segment begins, stays.
+The backward pass goes over the segments from the last to the first: inside a
+segment it records where the segments of the next level begin, and at the
+innermost level the tapes of all layers, and then goes down these.
 
 All loops have constant trip counts.  Where a length does not divide, only the
 last segment is shorter; it has its own copy of the loop.
@@ -27,21 +27,21 @@ Kept = list[Any]
 def forward(
     form: Form, layer: Layer, lengths: Sequence[int], args: Sequence[Any]
 ) -> tuple[list[Any], Kept]:
-    """(results, carries at the ends of all segments but the last)."""
+    """(results, the carries in front of all segments)."""
     consts, init, xs = form.body.split_in(args)
     size = lengths[0]
-    slots = -(-form.length // size) - 1
+    slots = -(-form.length // size)
 
     def step(state: Any, x: Any) -> Any:
         i, carry, kept = state
         carry, y = layer.advance(consts, carry, x)
-        slot = i // size
-        kept = store(kept, carry, lax.min(slot, max(slots - 1, 0)), slot < slots) if slots else []
+        slot = i // size + 1
+        kept = store(kept, carry, lax.min(slot, slots - 1), slot < slots)
         return (i + 1, carry, kept), y
 
     (_, carry, kept), ys = lax.scan(
         step,
-        (jnp.int32(0), init, buffer(init, slots) if slots else []),
+        (jnp.int32(0), init, buffer(init, slots)),
         xs,
         length=form.length,
         reverse=form.reverse,
@@ -61,9 +61,8 @@ def backward(
 ) -> Cotangents:
     """Cotangents of the operands; cotangents of results may be None for zero."""
     descent = _Descent(form, layer, args, ct_ys)
-    _, init, _ = form.body.split_in(args)
     state = start(layer, form.length, args, ct_carry)
-    return descent.segments(0, form.length, tuple(lengths), init, kept, state)
+    return descent.segments(0, form.length, tuple(lengths), kept, state)
 
 
 class _Descent:
@@ -78,16 +77,15 @@ class _Descent:
         first: Any,
         n: int,
         lengths: tuple[int, ...],
-        carry: list[Any],
-        ends: Kept,
+        begins: Kept,
         state: Cotangents,
     ) -> Cotangents:
-        """Down n layers from `first` on, given the carries at the ends of their segments."""
+        """Down n layers from `first` on, given the carries in front of their segments."""
         size, deeper = lengths[0], lengths[1:]
         whole, rest = divmod(n, size)
 
         def one(segment: Any, length: int, state: Cotangents) -> Cotangents:
-            begin = load(ends, carry, segment - 1)
+            begin = load(begins, segment)
             return self.layers(first + segment * size, length, deeper, begin, state)
 
         def alone(segment: int, length: int, state: Cotangents) -> Cotangents:
@@ -95,7 +93,7 @@ class _Descent:
             # the cotangents are there, next to the tapes of the segment before it.  The
             # barrier says so; and where barriers are dropped (on CPU), the place to begin
             # is a number that only the loop over the segment before it gives.
-            begin = load(ends, carry, jnp.int32(segment - 1))
+            begin = load(begins, segment)
             begin, state = lax.optimization_barrier((begin, state))
             return self.layers(state.left - length, length, deeper, begin, state)
 
@@ -116,8 +114,8 @@ class _Descent:
     ) -> Cotangents:
         """Down n layers from `first` on, given the carry in front of them."""
         if lengths and lengths[0] < n:
-            ends = self.record(first, n, lengths[0], carry)
-            return self.segments(first, n, lengths, carry, ends, state)
+            begins = self.record(first, n, lengths[0], carry)
+            return self.segments(first, n, lengths, begins, state)
         if lengths:
             return self.layers(first, n, lengths[1:], carry, state)
         if n == 1:
@@ -142,19 +140,22 @@ class _Descent:
         return state
 
     def record(self, first: Any, n: int, size: int, carry: list[Any]) -> Kept:
-        """The carries at the ends of all segments of n layers but the last."""
+        """The carries in front of all segments of n layers."""
+        slots = -(-n // size)
+        layers = (slots - 1) * size
 
-        def layer(carry: Any, step: Any) -> Any:
-            return self.layer.step(self.consts, carry, self.form.at(self.xs, step)), None
+        def step(state: Any, i: Any) -> Any:
+            carry, begins = state
+            carry = self.layer.step(self.consts, carry, self.form.at(self.xs, first + i))
+            return (carry, store(begins, carry, i // size + 1)), None
 
-        def segment(carry: Any, begin: Any) -> Any:
-            steps = begin + jnp.arange(size, dtype=jnp.int32)
-            carry, _ = lax.scan(layer, carry, steps, unroll=self.form.unrolled(size))
-            return carry, carry
-
-        begins = first + size * jnp.arange(-(-n // size) - 1, dtype=jnp.int32)
-        _, ends = lax.scan(segment, carry, begins)
-        return ends
+        (_, begins), _ = lax.scan(
+            step,
+            (carry, buffer(carry, slots)),
+            jnp.arange(layers, dtype=jnp.int32),
+            unroll=self.form.unrolled(layers),
+        )
+        return begins
 
     def pull(self, state: Cotangents, step: Any, tape: Sequence[Any]) -> Cotangents:
         return pull(self.form, self.layer, self.args, self.ct_ys, state, step, tape)

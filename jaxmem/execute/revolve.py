@@ -25,14 +25,14 @@ from jaxmem.execute.state import Cotangents, buffer, load, pull, start, store
 from jaxmem.layer import Layer
 from jaxmem.solve import schedule
 
-Kept = tuple[list[Any], list[Any]]  # carries in slots 1, 2, …; tape of the last layer
+Kept = tuple[list[Any], list[Any]]  # the carries in the slots; tape of the last layer
 
 
 def forward(form: Form, layer: Layer, slots: int, args: Sequence[Any]) -> tuple[list[Any], Kept]:
     """(results, what is kept)."""
     consts, init, xs = form.body.split_in(args)
     last = form.length - 1
-    held = jnp.asarray(schedule(form.length, slots).held[last][1:], jnp.int32)
+    held = jnp.asarray(schedule(form.length, slots).held[last], jnp.int32)
     ys = [
         _jax.unfilled(aval, form.length)
         for aval in form.body.split_out(form.body.jaxpr.out_avals)[1]
@@ -49,7 +49,7 @@ def forward(form: Form, layer: Layer, slots: int, args: Sequence[Any]) -> tuple[
 
     (carry, kept, ys), _ = lax.scan(
         step,
-        (init, buffer(init, held.size) if held.size else [], ys),
+        (init, buffer(init, held.size), ys),
         jnp.arange(last, dtype=jnp.int32),
         unroll=form.unrolled(last),
     )
@@ -68,7 +68,7 @@ def backward(
     ct_ys: Sequence[Any],
 ) -> Cotangents:
     """Cotangents of the operands; cotangents of results may be None for zero."""
-    consts, init, xs = form.body.split_in(args)
+    consts, _, xs = form.body.split_in(args)
     carries, tape = kept
     last = form.length - 1
     table = schedule(form.length, slots)
@@ -80,7 +80,7 @@ def backward(
         return state
     rows = {
         "layer": np.arange(last, dtype=np.int32),
-        "held": held[:last, 1:],
+        "held": held[:last],
         "slot": restart[:last],
         # Where the carry in that slot stands, before this row's stores.
         "from": held[np.arange(1, last + 1), restart[:last]],
@@ -94,7 +94,7 @@ def backward(
             carry = layer.step(consts, carry, form.at(xs, i))
             return carry, _keep(carries, carry, i + 1, row["held"])
 
-        begin = load(carries, init, row["slot"] - 1)
+        begin = load(carries, row["slot"])
         carry, carries = lax.fori_loop(row["from"], row["layer"], advance, (begin, carries))
         _, _, tape = layer.tape(consts, carry, form.at(xs, row["layer"]))
         state = pull(form, layer, args, ct_ys, state, row["layer"], tape)
@@ -108,7 +108,5 @@ def backward(
 
 def _keep(kept: list[Any], carry: Sequence[Any], position: Any, held: Any) -> list[Any]:
     """Store a carry if the row's slots are to hold its position."""
-    if not kept or not held.shape[0]:
-        return kept
     match = held == position
     return store(kept, carry, jnp.argmax(match).astype(jnp.int32), jnp.any(match))

@@ -20,9 +20,7 @@ class Cotangents(NamedTuple):
     left: Any  # how many layers are still to do
 
 
-def start(
-    layer: Layer, length: int, args: Sequence[Any], ct_carry: Sequence[Any]
-) -> Cotangents:
+def start(layer: Layer, length: int, args: Sequence[Any], ct_carry: Sequence[Any]) -> Cotangents:
     """The state before the last layer; a cotangent of the carry may be None for zero."""
     consts, init, xs = layer.body.split_in(args)
     return Cotangents(
@@ -61,16 +59,21 @@ def pull(
 
 
 def buffer(carry: Sequence[Any], slots: int) -> list[Any]:
-    """Room for so many carries.  Filled with copies of one, for its sharding and dtype."""
+    """Room for so many carries, all of them this one; it is the first slot's to stay."""
     return [lax.broadcast(c, (slots,)) for c in carry]
 
 
-def store(kept: Sequence[Any], carry: Sequence[Any], slot: Any, when: Any) -> list[Any]:
+def store(kept: Sequence[Any], carry: Sequence[Any], slot: Any, when: Any = True) -> list[Any]:
     """Write a carry into a slot where `when` holds.
 
     The choice is made on the slot, not by a conditional around the write, for
     which compilers keep a second copy of the whole buffer.
     """
+    if when is True:
+        return [
+            lax.dynamic_update_index_in_dim(rows, c, slot, 0)
+            for rows, c in zip(kept, carry, strict=True)
+        ]
     written = []
     for rows, c in zip(kept, carry, strict=True):
         old = lax.dynamic_index_in_dim(rows, slot, keepdims=False)
@@ -78,15 +81,9 @@ def store(kept: Sequence[Any], carry: Sequence[Any], slot: Any, when: Any) -> li
     return written
 
 
-def load(kept: Sequence[Any], init: Sequence[Any], slot: Any) -> list[Any]:
-    """The carry in a slot; slot -1 is the initial carry, which needs no room."""
-    if not kept or kept[0].shape[0] == 0:
-        return list(init)
-    place = lax.max(slot, 0)
-    return [
-        lax.select(slot < 0, first, lax.dynamic_index_in_dim(rows, place, keepdims=False))
-        for rows, first in zip(kept, init, strict=True)
-    ]
+def load(kept: Sequence[Any], slot: Any) -> list[Any]:
+    """The carry in a slot."""
+    return [lax.dynamic_index_in_dim(rows, slot, keepdims=False) for rows in kept]
 
 
 def _only(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
