@@ -1,6 +1,7 @@
 # Each target sets itself up from nothing but a Python of at least 3.11:
 #   make test   everything that must hold; what CI runs
 #   make demo   trains a small language model and compares the policies on it
+#   make bench  what the decorators cost in time
 #   make lint   ruff and pyright alone
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
-.PHONY: test lint demo clean
+.PHONY: test lint demo bench clean
 
 test: lint
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2
@@ -20,6 +21,9 @@ lint: $(VENV)/dev.stamp
 
 demo: $(VENV)/experiments.stamp
 	$(BIN)/python experiments/train_lm.py
+
+bench: $(VENV)/experiments.stamp
+	JAX_PLATFORMS=cpu $(BIN)/python experiments/bench_core.py
 
 # One environment serves both; a stamp is younger than the last installation of its extra.
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python

@@ -25,6 +25,8 @@ from jaxmem.remat import remat_revolve as remat_revolve
 from jaxmem.remat import remat_sqrt as remat_sqrt
 from jaxmem.report import MemoryReport as MemoryReport
 from jaxmem.report import memory_report as memory_report
+from jaxmem.residuals import Residual as Residual
+from jaxmem.residuals import Residuals as Residuals
 from jaxmem.residuals import saved_residuals as saved_residuals
 from jaxmem.scan import scan as scan
 

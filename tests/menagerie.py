@@ -10,12 +10,16 @@ Shapes: B batch, T positions, D width, F inner width, K classes, N layers.
 """
 
 import dataclasses
+import functools
+import platform
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -76,6 +80,64 @@ def differentiate(loss: Loss) -> Callable[[Any, Any], tuple[Any, Any]]:
         return jax.value_and_grad(of_floats, has_aux=True)(floats)
 
     return run
+
+
+# On the CPU the same operations give the same bits wherever they stand in a
+# program, if XLA is kept from choosing between several ways to do one of them
+# by what stands around it:
+#  * a product and a sum that end up in one fused loop become one multiply-add
+#    with a single rounding, where the processor has such an instruction: AVX,
+#    the newest instruction set of x86 without it, rules that out;
+#  * a matrix product outside of loops may go to a threaded library, which has
+#    multiply-adds of its own, and inside of loops does not;
+#  * the chain bfloat16 -> float32 -> bfloat16 loses its middle, and with it a
+#    rounding, where both conversions are fused;
+#  * a convolution goes to the library or is spelled out in loops, depending on
+#    the layouts around it.
+# Level 0 changes no number here; it compiles in half the time.
+EXACT: dict[str, Any] = {
+    "xla_cpu_max_isa": "AVX",
+    "xla_cpu_multi_thread_eigen": False,
+    "xla_allow_excess_precision": False,
+    "xla_disable_hlo_passes": "convolution-canonicalization",
+    "xla_backend_optimization_level": 0,
+}
+# Other processors have a multiply-add in their first instruction set.
+CAN_BE_EXACT = platform.machine().lower() in ("x86_64", "amd64")
+
+exact_jit = functools.partial(jax.jit, compiler_options=EXACT)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal structures, types and bits (where the processor allows, see `EXACT`)."""
+    if not CAN_BE_EXACT:
+        return assert_close(actual, expected)
+    actual, expected = _plain(actual), _plain(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Equal structures and types, and each array within a relative distance, in norm."""
+    actual, expected = _plain(actual), _plain(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, b), a in zip(leaves, jax.tree.leaves(actual), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        distance, size = np.linalg.norm(a - b), np.linalg.norm(b)
+        assert distance <= tolerance * size, (
+            f"{jax.tree_util.keystr(path)}: {distance / size if size else distance:.1e} apart"
+        )
+
+
+def _plain(tree: Any) -> Any:
+    """numpy arrays; random keys as their words."""
+
+    def words(leaf: Any) -> Any:
+        is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    return jax.tree.map(words, tree)
 
 
 # ---------------------------------------------------------------- parts
@@ -151,23 +213,24 @@ def transformer(n: int, key: jax.Array) -> Problem:
         "up": _normal(k[4], n, D, inner),
         "down": _normal(k[5], n, inner, D),
     }
-    inputs = {"x": _normal(k[6], 2, T, D), "keys": jax.random.split(k[6], n)}
+    inputs = {"x": _normal(k[6], 2, T, D), "keys": jax.random.split(k[6], (n, 2))}
 
     def dropout(key: Any, x: Any) -> Any:
         keep = jax.random.bernoulli(key, 0.8, x.shape)
         return jnp.where(keep, x / 0.8, jnp.zeros_like(x))
 
     def layer(x: Any, scanned: Any) -> Any:
-        p, key = scanned
-        attention_key, mlp_key = jax.random.split(key)
-        q, k, v = jnp.moveaxis(jnp.einsum("btd,dchk->btchk", _layer_norm(x, p["norm1"]), p["qkv"]), 2, 0)
+        p, keys = scanned
+        q, k, v = jnp.moveaxis(
+            jnp.einsum("btd,dchk->btchk", _layer_norm(x, p["norm1"]), p["qkv"]), 2, 0
+        )
         scores = jnp.einsum("bthk,bshk->bhts", q, k)
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), scores.shape)
         weights = jax.nn.softmax(jnp.where(causal, scores, jnp.full_like(scores, -1e9)))
-        mixed = jnp.einsum("bhts,bshk->bthk", dropout(attention_key, weights), v)
+        mixed = jnp.einsum("bhts,bshk->bthk", dropout(keys[0], weights), v)
         x = x + _named(jnp.einsum("bthk,hkd->btd", mixed, p["out"]))
         hidden = jax.nn.gelu(_layer_norm(x, p["norm2"]) @ p["up"])
-        return x + dropout(mlp_key, hidden @ p["down"]), None
+        return x + dropout(keys[1], hidden @ p["down"]), None
 
     def loss(params: Any, inputs: Any) -> Any:
         out, _ = lax.scan(layer, inputs["x"], (params, inputs["keys"]))
@@ -181,7 +244,10 @@ def conv_batch_norm(n: int, key: jax.Array) -> Problem:
     """Convolution and batch norm; running statistics come in as xs and go out as ys."""
     k = jax.random.split(key, 3)
     channels = 3
-    params = {"kernel": _normal(k[0], n, 2, 2, channels, channels), "scale": 1 + _normal(k[1], n, channels)}
+    params = {
+        "kernel": _normal(k[0], n, 2, 2, channels, channels),
+        "scale": 1 + _normal(k[1], n, channels),
+    }
     stats = {"mean": jnp.zeros((n, channels)), "var": jnp.ones((n, channels))}
     inputs = {"x": _normal(k[2], 2, 4, 5, channels), "stats": stats, "batches": jnp.int32(3)}
 
@@ -194,8 +260,11 @@ def conv_batch_norm(n: int, key: jax.Array) -> Problem:
             )
         )
         mean, var = h.mean((0, 1, 2)), h.var((0, 1, 2))
-        new = jax.tree.map(lambda old, now: 0.9 * old + 0.1 * lax.stop_gradient(now),
-                           stats, {"mean": mean, "var": var})
+        new = jax.tree.map(
+            lambda old, now: 0.9 * old + 0.1 * lax.stop_gradient(now),
+            stats,
+            {"mean": mean, "var": var},
+        )
         h = (h - jnp.broadcast_to(mean, h.shape)) * jnp.broadcast_to(
             p["scale"] * lax.rsqrt(var + 1e-5), h.shape
         )
@@ -253,7 +322,11 @@ def tuple_carry(n: int, key: jax.Array) -> Problem:
 def int_carry(n: int, key: jax.Array) -> Problem:
     """A counter in the carry, whole numbers among xs and ys."""
     k = jax.random.split(key, 3)
-    inputs = {"x": _normal(k[0], B, D), "shift": jax.random.randint(k[1], (n,), 0, D), "count": jnp.int32(0)}
+    inputs = {
+        "x": _normal(k[0], B, D),
+        "shift": jax.random.randint(k[1], (n,), 0, D),
+        "count": jnp.int32(0),
+    }
 
     def layer(carry: Any, scanned: Any) -> Any:
         h, count = carry
@@ -363,7 +436,9 @@ def stack_in_stack(n: int, key: jax.Array) -> Problem:
         h, means = lax.scan(layer, x, params)
         return _energy(h, means), (h, means)
 
-    params = jax.tree.map(lambda leaf: leaf.reshape(n, 2, *leaf.shape[1:]), _dense_layers(2 * n, k[0]))
+    params = jax.tree.map(
+        lambda leaf: leaf.reshape(n, 2, *leaf.shape[1:]), _dense_layers(2 * n, k[0])
+    )
     return Problem(loss, params, _normal(k[1], B, D))
 
 
@@ -520,7 +595,7 @@ def cond_inside(n: int, key: jax.Array) -> Problem:
 
     def layer(carry: Any, p: Any) -> Any:
         h, i = carry
-        h = lax.cond(i % 2 == 0, _residual, lambda h, p: jnp.sin(h @ p["w"].T), h, p)
+        h = lax.cond(i % 2 == 0, _residual, lambda h, p: jnp.sin(h @ p["w"]), h, p)
         return (_named(h), i + 1), None
 
     def loss(params: Any, x: Any) -> Any:

@@ -84,7 +84,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.length}-{plan.lengths}")
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.length}-{plan.lengths}"
+)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_extra_forwards_is_what_runs(plan: Plan, reverse: bool) -> None:
     counter = count(plan.length, plan, reverse=reverse)

@@ -40,7 +40,9 @@ def says(error: pytest.ExceptionInfo, *parts: str) -> None:
 def test_unknown_policy_lists_the_known() -> None:
     with pytest.raises(ValueError) as error:
         jaxmem.scan(layer, H, WEIGHTS, remat="sqrtt")
-    says(error, "unknown remat policy 'sqrtt'", "'none', 'full', 'dots'", "'revolve'", "jaxmem.Plan")
+    says(
+        error, "unknown remat policy 'sqrtt'", "'none', 'full', 'dots'", "'revolve'", "jaxmem.Plan"
+    )
 
 
 def test_what_is_no_policy() -> None:
@@ -55,7 +57,9 @@ def test_slots(make) -> None:
         make()
 
 
-@pytest.mark.parametrize("make", [lambda: policies.sqrt(levels=0), lambda: Plan.periodic(5, levels=0)])
+@pytest.mark.parametrize(
+    "make", [lambda: policies.sqrt(levels=0), lambda: Plan.periodic(5, levels=0)]
+)
 def test_levels(make) -> None:
     with pytest.raises(ValueError, match="levels must be at least 1, got 0"):
         make()
@@ -164,7 +168,9 @@ def test_plan_without_a_stack() -> None:
 
 
 def test_min_length_says_what_it_left_out() -> None:
-    with pytest.warns(jaxmem.NoStackWarning, match="shorter than min_length=6 met: stack 0: 5 layers"):
+    with pytest.warns(
+        jaxmem.NoStackWarning, match="shorter than min_length=6 met: stack 0: 5 layers"
+    ):
         jaxmem.remat_full(model, min_length=6)(WEIGHTS, H)
 
 

@@ -61,7 +61,7 @@ def backward(
 ) -> Cotangents:
     """Cotangents of the operands; cotangents of results may be None for zero."""
     descent = _Descent(form, layer, args, ct_ys)
-    state = start(layer, form.length, args, ct_carry)
+    state = start(layer, args, ct_carry)
     return descent.segments(0, form.length, tuple(lengths), kept, state)
 
 
@@ -84,25 +84,24 @@ class _Descent:
         size, deeper = lengths[0], lengths[1:]
         whole, rest = divmod(n, size)
 
-        def one(segment: Any, length: int, state: Cotangents) -> Cotangents:
-            begin = load(begins, segment)
+        def one_from(begin: list[Any], segment: Any, length: int, state: Cotangents) -> Cotangents:
             return self.layers(first + segment * size, length, deeper, begin, state)
 
+        def one(segment: Any, state: Cotangents) -> Cotangents:
+            return one_from(load(begins, segment), segment, size, state)
+
         def alone(segment: int, length: int, state: Cotangents) -> Cotangents:
-            # Outside a loop nothing keeps a compiler from computing a segment again before
-            # the cotangents are there, next to the tapes of the segment before it.  The
-            # barrier says so; and where barriers are dropped (on CPU), the place to begin
-            # is a number that only the loop over the segment before it gives.
-            begin = load(begins, segment)
-            begin, state = lax.optimization_barrier((begin, state))
-            return self.layers(state.left - length, length, deeper, begin, state)
+            # Outside a loop nothing else keeps a compiler from computing a segment again
+            # before the cotangents are there, next to what is alive till then.
+            begin, ct = lax.optimization_barrier((load(begins, segment), state.carry))
+            return one_from(begin, segment, length, state._replace(carry=ct))
 
         if rest:
             state = alone(whole, rest, state)
         if whole == 1:
             return alone(0, size, state)
         state, _ = lax.scan(
-            lambda state, segment: (one(segment, size, state), None),
+            lambda state, segment: (one(segment, state), None),
             state,
             jnp.arange(whole, dtype=jnp.int32),
             reverse=True,

@@ -74,7 +74,7 @@ def backward(
     table = schedule(form.length, slots)
     held = np.asarray(table.held, np.int32)
     restart = np.asarray(table.restart, np.int32)
-    state = start(layer, form.length, args, ct_carry)
+    state = start(layer, args, ct_carry)
     state = pull(form, layer, args, ct_ys, state, last, tape)
     if last == 0:
         return state

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 
 from jaxmem import _jax
@@ -17,10 +16,9 @@ class Cotangents(NamedTuple):
     consts: list[Any]  # summed over the layers done so far
     carry: list[Any]
     xs: list[Any]  # stacked; rows of layers not done yet are zero
-    left: Any  # how many layers are still to do
 
 
-def start(layer: Layer, length: int, args: Sequence[Any], ct_carry: Sequence[Any]) -> Cotangents:
+def start(layer: Layer, args: Sequence[Any], ct_carry: Sequence[Any]) -> Cotangents:
     """The state before the last layer; a cotangent of the carry may be None for zero."""
     consts, init, xs = layer.body.split_in(args)
     return Cotangents(
@@ -30,7 +28,6 @@ def start(layer: Layer, length: int, args: Sequence[Any], ct_carry: Sequence[Any
             for c, ct in zip(_only(init, layer.wrt_carry), ct_carry, strict=True)
         ],
         [_jax.zeros_like(x) for x, wrt in zip(xs, layer.wrt_x, strict=True) if wrt],
-        jnp.int32(length),
     )
 
 
@@ -54,7 +51,6 @@ def pull(
             lax.dynamic_update_index_in_dim(rows, g, form.index(step), 0)
             for rows, g in zip(state.xs, g_x, strict=True)
         ],
-        state.left - 1,
     )
 
 
