@@ -17,14 +17,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jaxmem import _jax, find
+from jaxmem import _jax, check, find
 from jaxmem.choose import choose, needs_sizes
-from jaxmem.errors import NoStackWarning, OffloadWarning, check_positive, warn
+from jaxmem.errors import NoStackWarning, check_positive, warn
 from jaxmem.execute import Form
 from jaxmem.find import LayerStack, Where
 from jaxmem.layer import Body
 from jaxmem.plan import Plan
-from jaxmem.policies import LayerPolicy, NoRemat, Offload, Policy
+from jaxmem.policies import LayerPolicy, NoRemat, Policy
 from jaxmem.problem import Problem
 from jaxmem.stack import Stack, native
 
@@ -96,14 +96,14 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
         return _jax.evaluate(closed, args)
     found = find.find(closed)
     chosen = _chosen(found, choice, label)
-    _check_names(closed, choice.policy)
+    check.names(closed, choice.policy)
     if not chosen:
         if any(_jax.is_stack(eqn) for _, eqn in found.stacks):
             return _jax.evaluate(closed, args)  # planned already, by a decorator further in
         return _checkpoint_whole(closed, args, choice, found, label)
-    _warn_of_host(choice.policy)
+    check.effect(choice.policy)
     for info, eqn in chosen:
-        _check_stack(info, eqn, choice.policy)
+        check.stack(info, eqn, choice.policy)
     targets = {id(eqn) for _, eqn in chosen}
 
     def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
@@ -153,47 +153,6 @@ def _run(stack: Stack, operands: list[Any]) -> list[Any]:
         if run := native(plan):
             return run(stack.form, operands)
     return _jax.bind_stack(stack, operands)
-
-
-def _check_stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
-    if isinstance(policy, Plan):
-        try:
-            choose(policy, Problem(info.length))
-        except ValueError as error:
-            raise ValueError(f"{info}: {error}") from None
-    if not _jax.can_be_recomputed(_jax.scan_parts(eqn).body):
-        raise ValueError(
-            f"{info}: the layer has side effects (io_callback, ordered callbacks, writes to a Ref) "
-            "that must not happen twice, so it cannot be computed again; move them out of the "
-            "layer, use jax.debug.callback or jax.pure_callback, or leave the stack out with where="
-        )
-
-
-def _check_names(closed: ClosedJaxpr, policy: Policy | Plan) -> None:
-    layer = policy.layer if isinstance(policy, Plan) else policy
-    if not isinstance(layer, Offload | LayerPolicy) or not layer.names:
-        return
-    wanted = set(layer.names)
-    there = find.names_in(closed)
-    if missing := sorted(wanted - there):
-        known = ", ".join(map(repr, sorted(there))) or "none at all"
-        raise ValueError(
-            f"the policy speaks of {', '.join(map(repr, missing))}, but nothing in the function "
-            f"has that name; the names in it are: {known}.  Names are given with "
-            "jax.ad_checkpoint.checkpoint_name(value, name)"
-        )
-
-
-def _warn_of_host(policy: Policy | Plan) -> None:
-    layer = policy.layer if isinstance(policy, Plan) else policy
-    to_host = isinstance(layer, Offload) or (isinstance(policy, Plan) and policy.carries == "host")
-    to_host |= isinstance(layer, LayerPolicy) and layer.offloads
-    if to_host and jax.default_backend() == "cpu":
-        warn(
-            "offload: on the cpu backend device and host memory are one, so nothing is saved; the "
-            "numbers are the same",
-            OffloadWarning,
-        )
 
 
 def _checkpoint_whole(

@@ -1,0 +1,85 @@
+"""What is wrong with a policy on the stacks at hand, or without effect: said before it runs."""
+
+import inspect
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax, find
+from jaxmem.choose import choose
+from jaxmem.errors import JaxmemWarning, OffloadWarning, warn
+from jaxmem.find import LayerStack
+from jaxmem.plan import Plan
+from jaxmem.policies import Either, FromJax, LayerPolicy, Offload, Policy
+from jaxmem.problem import Problem
+
+
+def stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
+    """That the policy can be applied to this stack.
+
+    Raises:
+      ValueError: a plan for another length, or a layer that must not run twice.
+    """
+    if isinstance(policy, Plan):
+        try:
+            choose(policy, Problem(info.length))
+        except ValueError as error:
+            raise ValueError(f"{info}: {error}") from None
+    if not _jax.can_be_recomputed(_jax.scan_parts(eqn).body):
+        raise ValueError(
+            f"{info}: the layer has side effects (io_callback, ordered callbacks, writes to a Ref) "
+            "that must not happen twice, so it cannot be computed again; move them out of the "
+            "layer, use jax.debug.callback or jax.pure_callback, or leave the stack out with where="
+        )
+
+
+def names(closed: ClosedJaxpr, policy: Policy | Plan) -> None:
+    """That every name that the policy speaks of is given somewhere in the function.
+
+    Raises:
+      ValueError: one is not; the message lists those that are.
+    """
+    layer = _of_layer(policy)
+    if not isinstance(layer, Offload | LayerPolicy) or not layer.names:
+        return
+    there = find.names_in(closed)
+    if missing := sorted(set(layer.names) - there):
+        known = ", ".join(map(repr, sorted(there))) or "none at all"
+        raise ValueError(
+            f"the policy speaks of {', '.join(map(repr, missing))}, but nothing in the function "
+            f"has that name; the names in it are: {known}.  Names are given with "
+            "jax.ad_checkpoint.checkpoint_name(value, name)"
+        )
+
+
+def effect(policy: Policy | Plan) -> None:
+    """Warns where the policy will do nothing, or another thing than it says."""
+    layer = _of_layer(policy)
+    to_host = isinstance(layer, Offload) or (isinstance(policy, Plan) and policy.carries == "host")
+    to_host |= isinstance(layer, LayerPolicy) and layer.offloads
+    if to_host and jax.default_backend() == "cpu":
+        warn(
+            "offload: on the cpu backend, the default here, device and host memory are one, so "
+            "nothing is saved; the numbers are the same",
+            OffloadWarning,
+        )
+    if getattr(jax.config, "jax_remat3", False) and _is_lost_on_new_checkpoint(layer, to_host):
+        warn(
+            f'under the flag jax_remat3, jax {jax.__version__} takes {layer} for "recompute '
+            'everything"; switch the flag off or use a newer jax',
+            JaxmemWarning,
+        )
+
+
+def _of_layer(policy: Policy | Plan) -> Policy:
+    return policy.layer if isinstance(policy, Plan) else policy
+
+
+def _is_lost_on_new_checkpoint(layer: Policy, to_host: bool) -> bool:
+    """Whether this version's new checkpoint drops a policy that is a plain function, as seen."""
+    version = jax.__version_info__[:2]
+    if isinstance(layer, FromJax):
+        known = (jax.checkpoint_policies.everything_saveable,)
+        return inspect.isfunction(layer.policy) and layer.policy not in known and version < (0, 12)
+    return (isinstance(layer, Either) or to_host) and version < (0, 11)
