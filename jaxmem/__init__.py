@@ -9,6 +9,7 @@ from jaxmem import linen as linen
 from jaxmem import nnx as nnx
 from jaxmem import policies as policies
 from jaxmem.errors import JaxmemWarning as JaxmemWarning
+from jaxmem.errors import NoEffectWarning as NoEffectWarning
 from jaxmem.errors import NoStackWarning as NoStackWarning
 from jaxmem.errors import OffloadWarning as OffloadWarning
 from jaxmem.find import LayerStack as LayerStack

@@ -1,6 +1,7 @@
 """What is wrong with a policy on the stacks at hand, or without effect: said before it runs."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, find
 from jaxmem.choose import choose
-from jaxmem.errors import JaxmemWarning, OffloadWarning, warn
+from jaxmem.errors import NoEffectWarning, OffloadWarning, warn
 from jaxmem.find import LayerStack
 from jaxmem.plan import Plan
 from jaxmem.policies import Either, FromJax, LayerPolicy, Offload, Policy
@@ -68,7 +69,18 @@ def effect(policy: Policy | Plan) -> None:
         warn(
             f'under the flag jax_remat3, jax {jax.__version__} takes {layer} for "recompute '
             'everything"; switch the flag off or use a newer jax',
-            JaxmemWarning,
+            NoEffectWarning,
+        )
+
+
+def gradients(found: Sequence[LayerStack], label: str) -> None:
+    """Warns where a function differentiates its stacks itself, before the policy gets there."""
+    if any("transpose(" in info.name for info in found):
+        warn(
+            f"{label} takes gradients itself (the backward pass of a stack is among its scans), so a "
+            "policy around it comes too late to change them; decorate the model or the loss function, "
+            "which is what gets differentiated",
+            NoEffectWarning,
         )
 
 

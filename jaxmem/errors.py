@@ -19,6 +19,10 @@ class OffloadWarning(JaxmemWarning):
     """Host offload was asked for where device and host memory are one: nothing is saved."""
 
 
+class NoEffectWarning(JaxmemWarning):
+    """A policy was given where it cannot do anything, or where jax will not do what it says."""
+
+
 def warn(message: str, category: type[JaxmemWarning]) -> None:
     """Warn at the line of the user's code that led here, past jaxmem's, jax's and flax's own."""
     frame, level = sys._getframe(1), 2

@@ -102,6 +102,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
             return _jax.evaluate(closed, args)  # planned already, by a decorator further in
         return _checkpoint_whole(closed, args, choice, found, label)
     check.effect(choice.policy)
+    check.gradients([info for info, _ in chosen], label)
     for info, eqn in chosen:
         check.stack(info, eqn, choice.policy)
     targets = {id(eqn) for _, eqn in chosen}

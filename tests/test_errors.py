@@ -162,6 +162,18 @@ def test_no_stack_warns_at_the_users_line_and_checkpoints_once() -> None:
     assert kept.total_bytes < jaxmem.saved_residuals(unrolled, WEIGHTS, H).total_bytes
 
 
+def test_gradients_taken_inside_come_before_the_policy() -> None:
+    def step(weights: jax.Array, h: jax.Array) -> jax.Array:
+        return weights - jax.grad(model)(weights, h)
+
+    with pytest.warns(jaxmem.NoEffectWarning, match="step .* takes gradients itself"):
+        changed = jaxmem.remat_sqrt(step)(WEIGHTS, H)
+    assert jnp.array_equal(changed, step(WEIGHTS, H))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(jax.grad(jax.grad(lambda s: jaxmem.remat_sqrt(model)(s * WEIGHTS, H))))(1.0)
+
+
 def test_plan_without_a_stack() -> None:
     with pytest.raises(ValueError, match="a plan for 5 layers was given for .*has no layer stack"):
         jaxmem.remat(lambda h: h * 2, Plan.full(5))(H)

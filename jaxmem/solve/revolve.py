@@ -57,7 +57,7 @@ def extra_steps(n: int, slots: int) -> int:
     return r * n - comb(slots + r, r - 1)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def schedule(n: int, slots: int) -> Schedule:
     """The positions held at each step of an optimal reversal; costs `extra_steps(n, slots)`.
 
