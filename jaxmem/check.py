@@ -77,9 +77,9 @@ def gradients(found: Sequence[LayerStack], label: str) -> None:
     """Warns where a function differentiates its stacks itself, before the policy gets there."""
     if any("transpose(" in info.name for info in found):
         warn(
-            f"{label} takes gradients itself (the backward pass of a stack is among its scans), so a "
-            "policy around it comes too late to change them; decorate the model or the loss function, "
-            "which is what gets differentiated",
+            f"{label} takes gradients itself (the backward pass of a stack is among its scans), so "
+            "a policy around it comes too late to change them; decorate the model or the loss "
+            "function, which is what gets differentiated",
             NoEffectWarning,
         )
 

@@ -1,13 +1,31 @@
-"""What all tests share: eight devices, random keys, and jax at its strictest."""
+"""What all tests share: eight devices, a compiler that rounds alike everywhere, random keys."""
 
 import itertools
+import os
+import platform
 from collections.abc import Callable, Iterator
 
 import jax
 import pytest
 
-# Before any test starts a backend.
-jax.config.update("jax_num_cpu_devices", 8)
+# A processor of x86 is held back to the instruction sets that have no fused
+# multiply-add, and matrix products to code of the compiler's own: see
+# `menagerie.EXACT`.  The compiler reads these once in a process.
+_FLAGS = "--xla_cpu_max_isa=AVX --xla_cpu_multi_thread_eigen=false"
+
+
+def pytest_configure() -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return
+    before = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{before or ''} {_FLAGS}"
+    jax.devices()
+    # Processes that a test starts run as a user's do.
+    if before is None:
+        del os.environ["XLA_FLAGS"]
+    else:
+        os.environ["XLA_FLAGS"] = before
 
 
 @pytest.fixture

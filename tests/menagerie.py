@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 # ---------------------------------------------------------------- types
 
+Rng = np.random.Generator
 Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
 
 
@@ -45,18 +46,22 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A problem of any depth: ``model.make(n, key)`` has n layers."""
+    """A problem of any depth: ``model.make(n)`` has n layers."""
 
     name: str
-    make: Callable[[int, jax.Array], Problem]
+    draw: Callable[[int, Rng], Problem]
+
+    def make(self, n: int, seed: int = 0) -> Problem:
+        """The problem with n layers, another one for each seed."""
+        return self.draw(n, np.random.default_rng(seed))
 
 
 MODELS: dict[str, Model] = {}
 
 
-def _model(make: Callable[[int, jax.Array], Problem]) -> Callable[[int, jax.Array], Problem]:
-    MODELS[make.__name__] = Model(make.__name__, make)
-    return make
+def _model(draw: Callable[[int, Rng], Problem]) -> Callable[[int, Rng], Problem]:
+    MODELS[draw.__name__] = Model(draw.__name__, draw)
+    return draw
 
 
 # ---------------------------------------------------------------- API
@@ -86,18 +91,17 @@ def differentiate(loss: Loss) -> Callable[[Any, Any], tuple[Any, Any]]:
 # program, if XLA is kept from choosing between several ways to do one of them
 # by what stands around it:
 #  * a product and a sum that end up in one fused loop become one multiply-add
-#    with a single rounding, where the processor has such an instruction: AVX,
-#    the newest instruction set of x86 without it, rules that out;
+#    with a single rounding, where the processor has such an instruction
+#    (`--xla_cpu_max_isa=AVX`, set in conftest.py, takes it away);
 #  * a matrix product outside of loops may go to a threaded library, which has
-#    multiply-adds of its own, and inside of loops does not;
+#    multiply-adds of its own, and inside of loops does not
+#    (`--xla_cpu_multi_thread_eigen=false`, likewise);
 #  * the chain bfloat16 -> float32 -> bfloat16 loses its middle, and with it a
 #    rounding, where both conversions are fused;
 #  * a convolution goes to the library or is spelled out in loops, depending on
 #    the layouts around it.
 # Level 0 changes no number here; it compiles in half the time.
 EXACT: dict[str, Any] = {
-    "xla_cpu_max_isa": "AVX",
-    "xla_cpu_multi_thread_eigen": False,
     "xla_allow_excess_precision": False,
     "xla_disable_hlo_passes": "convolution-canonicalization",
     "xla_backend_optimization_level": 0,
@@ -147,8 +151,12 @@ def _named(x: Any) -> Any:
     return checkpoint_name(x, "kept")
 
 
-def _normal(key: jax.Array, *shape: int, scale: float = 0.5) -> jax.Array:
-    return scale * jax.random.normal(key, shape)
+def _normal(rng: Rng, *shape: int) -> jax.Array:
+    return jnp.asarray(0.5 * rng.standard_normal(shape), jnp.float32)
+
+
+def _keys(rng: Rng, *shape: int) -> jax.Array:
+    return jax.random.wrap_key_data(rng.integers(2**32, size=(*shape, 2), dtype=np.uint32))
 
 
 def _affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
@@ -161,9 +169,8 @@ def _layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jnp.broadcast_to(scale, x.shape)
 
 
-def _dense_layers(n: int, key: jax.Array, width: int = D) -> dict[str, jax.Array]:
-    w, b = jax.random.split(key)
-    return {"w": _normal(w, n, width, width), "b": _normal(b, n, width)}
+def _dense_layers(n: int, rng: Rng, width: int = D) -> dict[str, jax.Array]:
+    return {"w": _normal(rng, n, width, width), "b": _normal(rng, n, width)}
 
 
 def _residual(h: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
@@ -183,13 +190,12 @@ def _energy(*outs: jax.Array) -> jax.Array:
 
 
 @_model
-def mlp(n: int, key: jax.Array) -> Problem:
+def mlp(n: int, rng: Rng) -> Problem:
     """Residual layers between an embedding and a head."""
-    k = jax.random.split(key, 4)
     params = {
-        "embed": _normal(k[0], F, D),
-        "layers": _dense_layers(n, k[1]),
-        "head": _normal(k[2], D, 2),
+        "embed": _normal(rng, F, D),
+        "layers": _dense_layers(n, rng),
+        "head": _normal(rng, D, 2),
     }
 
     def loss(params: Any, x: Any) -> Any:
@@ -197,40 +203,39 @@ def mlp(n: int, key: jax.Array) -> Problem:
         out = h @ params["head"]
         return _energy(out), out
 
-    return Problem(loss, params, _normal(k[3], B, F))
+    return Problem(loss, params, _normal(rng, B, F))
 
 
 @_model
-def transformer(n: int, key: jax.Array) -> Problem:
+def transformer(n: int, rng: Rng) -> Problem:
     """Pre-norm attention and MLP, with dropout from keys that are scanned over."""
-    k = jax.random.split(key, 7)
     heads, inner = 2, 8
     params = {
-        "norm1": 1 + _normal(k[0], n, D),
-        "qkv": _normal(k[1], n, D, 3, heads, D // heads),
-        "out": _normal(k[2], n, heads, D // heads, D),
-        "norm2": 1 + _normal(k[3], n, D),
-        "up": _normal(k[4], n, D, inner),
-        "down": _normal(k[5], n, inner, D),
+        "norm1": 1 + _normal(rng, n, D),
+        "qkv": _normal(rng, n, D, 3, heads, D // heads),
+        "out": _normal(rng, n, heads, D // heads, D),
+        "norm2": 1 + _normal(rng, n, D),
+        "up": _normal(rng, n, D, inner),
+        "down": _normal(rng, n, inner, D),
     }
-    inputs = {"x": _normal(k[6], 2, T, D), "keys": jax.random.split(k[6], (n, 2))}
+    inputs = {"x": _normal(rng, 2, T, D), "keys": _keys(rng, n)}
 
     def dropout(key: Any, x: Any) -> Any:
         keep = jax.random.bernoulli(key, 0.8, x.shape)
         return jnp.where(keep, x / 0.8, jnp.zeros_like(x))
 
     def layer(x: Any, scanned: Any) -> Any:
-        p, keys = scanned
+        p, key = scanned
         q, k, v = jnp.moveaxis(
             jnp.einsum("btd,dchk->btchk", _layer_norm(x, p["norm1"]), p["qkv"]), 2, 0
         )
         scores = jnp.einsum("bthk,bshk->bhts", q, k)
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), scores.shape)
         weights = jax.nn.softmax(jnp.where(causal, scores, jnp.full_like(scores, -1e9)))
-        mixed = jnp.einsum("bhts,bshk->bthk", dropout(keys[0], weights), v)
+        mixed = jnp.einsum("bhts,bshk->bthk", weights, v)
         x = x + _named(jnp.einsum("bthk,hkd->btd", mixed, p["out"]))
         hidden = jax.nn.gelu(_layer_norm(x, p["norm2"]) @ p["up"])
-        return x + dropout(keys[1], hidden @ p["down"]), None
+        return x + dropout(key, hidden @ p["down"]), None
 
     def loss(params: Any, inputs: Any) -> Any:
         out, _ = lax.scan(layer, inputs["x"], (params, inputs["keys"]))
@@ -240,16 +245,15 @@ def transformer(n: int, key: jax.Array) -> Problem:
 
 
 @_model
-def conv_batch_norm(n: int, key: jax.Array) -> Problem:
+def conv_batch_norm(n: int, rng: Rng) -> Problem:
     """Convolution and batch norm; running statistics come in as xs and go out as ys."""
-    k = jax.random.split(key, 3)
     channels = 3
     params = {
-        "kernel": _normal(k[0], n, 2, 2, channels, channels),
-        "scale": 1 + _normal(k[1], n, channels),
+        "kernel": _normal(rng, n, 2, 2, channels, channels),
+        "scale": 1 + _normal(rng, n, channels),
     }
     stats = {"mean": jnp.zeros((n, channels)), "var": jnp.ones((n, channels))}
-    inputs = {"x": _normal(k[2], 2, 4, 5, channels), "stats": stats, "batches": jnp.int32(3)}
+    inputs = {"x": _normal(rng, 2, 4, 5, channels), "stats": stats, "batches": jnp.int32(3)}
 
     def layer(carry: Any, scanned: Any) -> Any:
         x, batches = carry
@@ -279,10 +283,9 @@ def conv_batch_norm(n: int, key: jax.Array) -> Problem:
 
 
 @_model
-def rnn(n: int, key: jax.Array) -> Problem:
+def rnn(n: int, rng: Rng) -> Problem:
     """A recurrent cell: the weights are constants of the scan, its xs are time."""
-    k = jax.random.split(key, 4)
-    params = {"in": _normal(k[0], F, D), "rec": _normal(k[1], D, D), "b": _normal(k[2], D)}
+    params = {"in": _normal(rng, F, D), "rec": _normal(rng, D, D), "b": _normal(rng, D)}
 
     def loss(params: Any, xs: Any) -> Any:
         def cell(h: Any, x: Any) -> Any:
@@ -292,15 +295,14 @@ def rnn(n: int, key: jax.Array) -> Problem:
         last, hs = lax.scan(cell, jnp.zeros((B, D)), xs)
         return _energy(last, hs), (last, hs)
 
-    return Problem(loss, params, _normal(k[3], n, B, F))
+    return Problem(loss, params, _normal(rng, n, B, F))
 
 
 @_model
-def tuple_carry(n: int, key: jax.Array) -> Problem:
+def tuple_carry(n: int, rng: Rng) -> Problem:
     """A carry of tuples and dicts; one part of it is read by others and has no gradient."""
-    k = jax.random.split(key, 4)
-    params = {"gate": _normal(k[0], n, D, 2, D), "cell": _normal(k[1], n, D)}
-    inputs = {"h": _normal(k[2], B, D), "c": _normal(k[3], B, D)}
+    params = {"gate": _normal(rng, n, D, 2, D), "cell": _normal(rng, n, D)}
+    inputs = {"h": _normal(rng, B, D), "c": _normal(rng, B, D)}
 
     def layer(carry: Any, p: Any) -> Any:
         (h, rest) = carry
@@ -319,12 +321,11 @@ def tuple_carry(n: int, key: jax.Array) -> Problem:
 
 
 @_model
-def int_carry(n: int, key: jax.Array) -> Problem:
+def int_carry(n: int, rng: Rng) -> Problem:
     """A counter in the carry, whole numbers among xs and ys."""
-    k = jax.random.split(key, 3)
     inputs = {
-        "x": _normal(k[0], B, D),
-        "shift": jax.random.randint(k[1], (n,), 0, D),
+        "x": _normal(rng, B, D),
+        "shift": jnp.asarray(rng.integers(D, size=n), jnp.int32),
         "count": jnp.int32(0),
     }
 
@@ -340,13 +341,12 @@ def int_carry(n: int, key: jax.Array) -> Problem:
         (h, count), (doubled, means) = lax.scan(layer, init, (params, inputs["shift"]))
         return _energy(h, means), (h, count, doubled, means)
 
-    return Problem(loss, _dense_layers(n, k[2]), inputs)
+    return Problem(loss, _dense_layers(n, rng), inputs)
 
 
 @_model
-def sown(n: int, key: jax.Array) -> Problem:
+def sown(n: int, rng: Rng) -> Problem:
     """Each layer hands out its activations, which are penalised, and a statistic, which is not."""
-    k = jax.random.split(key)
 
     def layer(h: Any, p: Any) -> Any:
         h = _residual(h, p)
@@ -356,7 +356,7 @@ def sown(n: int, key: jax.Array) -> Problem:
         h, ys = lax.scan(layer, x, params)
         return _energy(h) + 0.1 * _energy(ys["act"]), ys
 
-    return Problem(loss, _dense_layers(n, k[0]), _normal(k[1], B, D))
+    return Problem(loss, _dense_layers(n, rng), _normal(rng, B, D))
 
 
 @jax.custom_vjp
@@ -378,9 +378,8 @@ _clipped.defvjp(_clipped_fwd, _clipped_bwd)
 
 
 @_model
-def custom_vjp(n: int, key: jax.Array) -> Problem:
+def custom_vjp(n: int, rng: Rng) -> Problem:
     """A layer with a derivative rule of its own, which recomputation must not replace."""
-    k = jax.random.split(key)
 
     def layer(h: Any, p: Any) -> Any:
         return _clipped(_residual(h, p), jnp.float32(0.01)), None
@@ -389,17 +388,16 @@ def custom_vjp(n: int, key: jax.Array) -> Problem:
         h, _ = lax.scan(layer, x, params)
         return _energy(h), h
 
-    return Problem(loss, _dense_layers(n, k[0]), _normal(k[1], B, D))
+    return Problem(loss, _dense_layers(n, rng), _normal(rng, B, D))
 
 
 @_model
-def two_stacks(n: int, key: jax.Array) -> Problem:
+def two_stacks(n: int, rng: Rng) -> Problem:
     """An encoder and a decoder of another width and depth, which reads the encoder's ys."""
-    k = jax.random.split(key, 4)
     params = {
-        "encoder": _dense_layers(n, k[0]),
-        "bridge": _normal(k[1], D, F),
-        "decoder": _dense_layers(n + 1, k[2], F),
+        "encoder": _dense_layers(n, rng),
+        "bridge": _normal(rng, D, F),
+        "decoder": _dense_layers(n + 1, rng, F),
     }
 
     def encode(h: Any, p: Any) -> Any:
@@ -416,13 +414,12 @@ def two_stacks(n: int, key: jax.Array) -> Problem:
         out, _ = lax.scan(decode, memory, params["decoder"])
         return _energy(out), (out, means)
 
-    return Problem(loss, params, _normal(k[3], B, D))
+    return Problem(loss, params, _normal(rng, B, D))
 
 
 @_model
-def stack_in_stack(n: int, key: jax.Array) -> Problem:
+def stack_in_stack(n: int, rng: Rng) -> Problem:
     """Each layer is a stack of two smaller ones, with ys inside."""
-    k = jax.random.split(key)
 
     def small(h: Any, p: Any) -> Any:
         h = _residual(h, p)
@@ -437,9 +434,9 @@ def stack_in_stack(n: int, key: jax.Array) -> Problem:
         return _energy(h, means), (h, means)
 
     params = jax.tree.map(
-        lambda leaf: leaf.reshape(n, 2, *leaf.shape[1:]), _dense_layers(2 * n, k[0])
+        lambda leaf: leaf.reshape(n, 2, *leaf.shape[1:]), _dense_layers(2 * n, rng)
     )
-    return Problem(loss, params, _normal(k[1], B, D))
+    return Problem(loss, params, _normal(rng, B, D))
 
 
 class _Block(eqx.Module):
@@ -455,10 +452,9 @@ class _Block(eqx.Module):
 
 
 @_model
-def equinox(n: int, key: jax.Array) -> Problem:
+def equinox(n: int, rng: Rng) -> Problem:
     """Layers stacked by filter_vmap, partitioned and scanned, as Equinox documents it."""
-    k = jax.random.split(key)
-    blocks = eqx.filter_vmap(_Block)(jax.random.split(k[0], n))
+    blocks = eqx.filter_vmap(_Block)(_keys(rng, n))
     params, static = eqx.partition(blocks, eqx.is_array)
 
     def layer(h: Any, p: Any) -> Any:
@@ -468,14 +464,13 @@ def equinox(n: int, key: jax.Array) -> Problem:
         h, _ = lax.scan(layer, x, params)
         return _energy(h), h
 
-    return Problem(loss, params, _normal(k[1], B, D))
+    return Problem(loss, params, _normal(rng, B, D))
 
 
 @_model
-def bfloat16(n: int, key: jax.Array) -> Problem:
+def bfloat16(n: int, rng: Rng) -> Problem:
     """bfloat16 weights beside float32 ones that are cast; the carry is float32."""
-    k = jax.random.split(key, 3)
-    params = {"low": _normal(k[0], n, D, F).astype(jnp.bfloat16), "high": _normal(k[1], n, F, D)}
+    params = {"low": _normal(rng, n, D, F).astype(jnp.bfloat16), "high": _normal(rng, n, F, D)}
 
     def layer(h: Any, p: Any) -> Any:
         inner = jax.nn.silu(_named(h.astype(jnp.bfloat16) @ p["low"]))
@@ -485,13 +480,12 @@ def bfloat16(n: int, key: jax.Array) -> Problem:
         h, sums = lax.scan(layer, x, params)
         return _energy(h, sums), (h, sums)
 
-    return Problem(loss, params, _normal(k[2], B, D))
+    return Problem(loss, params, _normal(rng, B, D))
 
 
 @_model
-def key_carry(n: int, key: jax.Array) -> Problem:
+def key_carry(n: int, rng: Rng) -> Problem:
     """A random key in the carry, split by each layer for its noise."""
-    k = jax.random.split(key, 3)
 
     def layer(carry: Any, p: Any) -> Any:
         h, key = carry
@@ -502,13 +496,12 @@ def key_carry(n: int, key: jax.Array) -> Problem:
         (h, key), used = lax.scan(layer, (inputs["x"], inputs["key"]), params)
         return _energy(h), (h, key, used)
 
-    return Problem(loss, _dense_layers(n, k[0]), {"x": _normal(k[1], B, D), "key": k[2]})
+    return Problem(loss, _dense_layers(n, rng), {"x": _normal(rng, B, D), "key": _keys(rng)})
 
 
 @_model
-def backwards(n: int, key: jax.Array) -> Problem:
+def backwards(n: int, rng: Rng) -> Problem:
     """A stack run from the last layer to the first (reverse=True), with ys."""
-    k = jax.random.split(key)
 
     def layer(h: Any, p: Any) -> Any:
         h = _residual(h, p)
@@ -518,28 +511,26 @@ def backwards(n: int, key: jax.Array) -> Problem:
         h, sums = lax.scan(layer, x, params, reverse=True)
         return _energy(h, sums), (h, sums)
 
-    return Problem(loss, _dense_layers(n, k[0]), _normal(k[1], B, D))
+    return Problem(loss, _dense_layers(n, rng), _normal(rng, B, D))
 
 
 @_model
-def tied(n: int, key: jax.Array) -> Problem:
+def tied(n: int, rng: Rng) -> Problem:
     """One layer repeated: a length and no xs."""
-    k = jax.random.split(key, 3)
-    params = {"w": _normal(k[0], D, D), "b": _normal(k[1], D)}
+    params = {"w": _normal(rng, D, D), "b": _normal(rng, D)}
 
     def loss(params: Any, x: Any) -> Any:
         h, _ = lax.scan(lambda h, _: (_residual(h, params), None), x, length=n)
         return _energy(h), h
 
-    return Problem(loss, params, _normal(k[2], B, D))
+    return Problem(loss, params, _normal(rng, B, D))
 
 
 @_model
-def closed_over(n: int, key: jax.Array) -> Problem:
+def closed_over(n: int, rng: Rng) -> Problem:
     """Layers that all read an array made outside, which is differentiated, and a mask, which is not."""
-    k = jax.random.split(key, 4)
-    inputs = {"x": _normal(k[0], B, D), "mask": jax.random.bernoulli(k[1], 0.7, (B, D))}
-    params = {"context": _normal(k[2], F, D), "layers": _dense_layers(n, k[3])}
+    inputs = {"x": _normal(rng, B, D), "mask": jnp.asarray(rng.random((B, D)) < 0.7)}
+    params = {"context": _normal(rng, F, D), "layers": _dense_layers(n, rng)}
 
     def loss(params: Any, inputs: Any) -> Any:
         context = jnp.sin(params["context"])
@@ -556,9 +547,8 @@ def closed_over(n: int, key: jax.Array) -> Problem:
 
 
 @_model
-def large_y(n: int, key: jax.Array) -> Problem:
+def large_y(n: int, rng: Rng) -> Problem:
     """A y much larger than the carry."""
-    k = jax.random.split(key)
 
     def layer(h: Any, p: Any) -> Any:
         h = _residual(h, p)
@@ -568,13 +558,12 @@ def large_y(n: int, key: jax.Array) -> Problem:
         h, ys = lax.scan(layer, x, params)
         return _energy(h, ys), ys
 
-    return Problem(loss, _dense_layers(n, k[0]), _normal(k[1], B, D))
+    return Problem(loss, _dense_layers(n, rng), _normal(rng, B, D))
 
 
 @_model
-def jit_inside(n: int, key: jax.Array) -> Problem:
+def jit_inside(n: int, rng: Rng) -> Problem:
     """jit in the layer, and around the scan."""
-    k = jax.random.split(key)
     inner = jax.jit(_residual)
 
     @jax.jit
@@ -585,13 +574,12 @@ def jit_inside(n: int, key: jax.Array) -> Problem:
         h = stack(params, x)
         return _energy(h), h
 
-    return Problem(loss, _dense_layers(n, k[0]), _normal(k[1], B, D))
+    return Problem(loss, _dense_layers(n, rng), _normal(rng, B, D))
 
 
 @_model
-def cond_inside(n: int, key: jax.Array) -> Problem:
+def cond_inside(n: int, rng: Rng) -> Problem:
     """Every other layer is of another kind."""
-    k = jax.random.split(key)
 
     def layer(carry: Any, p: Any) -> Any:
         h, i = carry
@@ -602,40 +590,37 @@ def cond_inside(n: int, key: jax.Array) -> Problem:
         (h, count), _ = lax.scan(layer, (x, jnp.int32(0)), params)
         return _energy(h), (h, count)
 
-    return Problem(loss, _dense_layers(n, k[0]), _normal(k[1], B, D))
+    return Problem(loss, _dense_layers(n, rng), _normal(rng, B, D))
 
 
 @_model
-def checkpoint_inside(n: int, key: jax.Array) -> Problem:
+def checkpoint_inside(n: int, rng: Rng) -> Problem:
     """jax.checkpoint in the layer and unroll=3: what a user may have tried before."""
-    k = jax.random.split(key)
     layer = jax.checkpoint(_residual)
 
     def loss(params: Any, x: Any) -> Any:
         h, _ = lax.scan(lambda h, p: (layer(h, p), None), x, params, unroll=3)
         return _energy(h), h
 
-    return Problem(loss, _dense_layers(n, k[0]), _normal(k[1], B, D))
+    return Problem(loss, _dense_layers(n, rng), _normal(rng, B, D))
 
 
 @_model
-def no_carry(n: int, key: jax.Array) -> Problem:
+def no_carry(n: int, rng: Rng) -> Problem:
     """Nothing is handed on: a map."""
-    k = jax.random.split(key)
 
     def loss(params: Any, x: Any) -> Any:
         _, ys = lax.scan(lambda _, p: (None, _residual(x, p)), None, params)
         return _energy(ys), ys
 
-    return Problem(loss, _dense_layers(n, k[0]), _normal(k[1], B, D))
+    return Problem(loss, _dense_layers(n, rng), _normal(rng, B, D))
 
 
 @_model
-def handed_through(n: int, key: jax.Array) -> Problem:
+def handed_through(n: int, rng: Rng) -> Problem:
     """Carries that no layer changes, a y that is an x, a y that is a carry, an x nobody reads."""
-    k = jax.random.split(key, 3)
-    params = _dense_layers(n, k[0]) | {"unread": _normal(k[0], n, 2)}
-    inputs = {"x": _normal(k[1], B, D), "fixed": _normal(k[2], D), "other": _normal(k[2], 2)}
+    params = _dense_layers(n, rng) | {"unread": _normal(rng, n, 2)}
+    inputs = {"x": _normal(rng, B, D), "fixed": _normal(rng, D), "other": _normal(rng, 2)}
 
     def layer(carry: Any, p: Any) -> Any:
         h, fixed, other = carry

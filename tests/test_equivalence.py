@@ -77,7 +77,7 @@ def _cases() -> list[Any]:
 
 @functools.cache
 def _reference(model: str, n: int) -> Any:
-    problem = MODELS[model].make(n, jax.random.key(n))
+    problem = MODELS[model].make(n)
     return problem, exact_jit(differentiate(problem.loss))(problem.params, problem.inputs)
 
 
@@ -113,7 +113,7 @@ def test_constant_read_twice(getkey: Any) -> None:
         map_with(functools.partial(jax.checkpoint, prevent_cse=False)),
     )
     expected = exact_jit(jax.grad(by_hand))(x, ws)
-    for policy in ("full", "sqrt", "revolve"):
+    for policy in (policies.full(), policies.sqrt(segments=2), policies.revolve(slots=2)):
         found = exact_jit(jax.grad(jaxmem.remat(plain, policy)))(x, ws)
         assert_same(found, expected)
         assert_close(found, exact_jit(jax.grad(plain))(x, ws))
@@ -124,7 +124,7 @@ def test_constant_read_twice(getkey: Any) -> None:
 @pytest.mark.parametrize("policy", ["sqrt segments=4", "revolve slots=3"])
 @pytest.mark.parametrize("model", ["mlp", "rnn", "tuple_carry", "conv_batch_norm"])
 def test_numbers_with_the_compiler_left_alone(model: str, policy: str) -> None:
-    problem = MODELS[model].make(7, jax.random.key(0))
+    problem = MODELS[model].make(7)
     expected, actual = (
         jax.jit(differentiate(loss))(problem.params, problem.inputs)
         for loss in (problem.loss, jaxmem.remat(problem.loss, POLICIES[policy](7)))
