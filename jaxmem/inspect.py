@@ -12,7 +12,7 @@ from jaxmem.find import LayerStack
 from jaxmem.plan import Plan
 from jaxmem.policies import NoRemat, Policy
 from jaxmem.problem import Problem
-from jaxmem.rewrite import as_stack
+from jaxmem.rewrite import as_stack, through
 from jaxmem.stack import Stack
 
 
@@ -62,7 +62,18 @@ def stacks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[PlannedSta
         return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
 
     closed = jax.make_jaxpr(flat)(*(leaf for t, leaf in zip(traced, leaves, strict=True) if t))
-    return [_planned(info, eqn) for info, eqn in find.find(closed).stacks]
+    infos = {id(eqn): info for info, eqn in find.find(closed).stacks}
+    planned = []
+
+    # Layers are looked at from within, where the axes of a shard_map around them are known.
+    def look(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        if id(eqn) in infos:
+            planned.append(_planned(infos[id(eqn)], eqn))
+            return None
+        return through(eqn, operands, infos.keys(), look)
+
+    _jax.trace(lambda *arrays: _jax.evaluate(closed, arrays, look), closed.in_avals)
+    return planned
 
 
 def _planned(info: LayerStack, eqn: Any) -> PlannedStack:

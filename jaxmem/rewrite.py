@@ -9,7 +9,7 @@ of the undecorated function.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -110,9 +110,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
         if id(eqn) in targets:
             return _run(as_stack(eqn, choice.policy), operands)
-        if any(_holds(sub, targets) for sub in find.subjaxprs(eqn)):
-            return _through(eqn, operands, special)
-        return None
+        return through(eqn, operands, targets, special)
 
     return _jax.evaluate(closed, args, special)
 
@@ -195,17 +193,30 @@ def _describe(fn: Callable[..., Any]) -> str:
 # ---------------------------------------------------------------- replacing
 
 
-def _holds(closed: ClosedJaxpr, targets: set[int]) -> bool:
+def _holds(closed: ClosedJaxpr, targets: Collection[int]) -> bool:
     return any(
         id(eqn) in targets or any(_holds(sub, targets) for sub in find.subjaxprs(eqn))
         for eqn in closed.jaxpr.eqns
     )
 
 
-def _through(eqn: Any, operands: list[Any], special: Any) -> list[Any]:
-    """Evaluate a call with stacks in it, rebuilt around the rewritten function."""
-    params = eqn.params
+def through(
+    eqn: Any, operands: list[Any], targets: Collection[int], special: Any
+) -> list[Any] | None:
+    """Evaluate a call that has stacks in it, rebuilt around the rewritten function.
+
+    Args:
+      eqn, operands: any equation, what it is applied to.
+      targets: ids of the equations that are stacks.
+      special: for `evaluate`, inside the call.
+
+    Returns:
+      The results; None if the equation is no such call.
+    """
     inner = find.subjaxprs(eqn)
+    if not any(_holds(sub, targets) for sub in inner):
+        return None
+    params = eqn.params
     calls = [functools.partial(_call, sub, special) for sub in inner]
     if eqn.primitive.name == "cond":
         index, *rest = operands
@@ -216,7 +227,7 @@ def _through(eqn: Any, operands: list[Any], special: Any) -> list[Any]:
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=list(params["out_specs"]),
-            axis_names=set(params["manual_axes"]),
+            axis_names=set(params["newly_manual_axes"]),
             check_vma=params["check_vma"],
         )(*operands)
     if "prevent_cse" in params:
