@@ -70,6 +70,8 @@ def as_closed(jaxpr: Any) -> ClosedJaxpr:
 def all_subjaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
     """Every jaxpr in an equation's parameters."""
     subs = [as_closed(sub) for sub in core.jaxprs_in_params(eqn.params)]
+    if not subs and (inner := in_checkpoint(eqn)) is not None:
+        subs.append(inner)
     if is_stack(eqn):
         subs.append(eqn.params["stack"].form.body.jaxpr)
     return subs
@@ -96,14 +98,20 @@ def checkpointed_by(eqn: Eqn) -> tuple[Any] | None:
     return None
 
 
+def in_checkpoint(eqn: Eqn) -> ClosedJaxpr | None:
+    """What is computed in an equation made by `jax.checkpoint`; None if this is none."""
+    if eqn.primitive is remat_p:
+        return as_closed(eqn.params["jaxpr"])
+    for value in eqn.params.values():  # under the flag jax_remat3
+        if type(value).__name__ == "RematTraced":
+            return as_closed(value.jaxpr)
+    return None
+
+
 def without_checkpoint(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
     """For `evaluate`: the inside of what `jax.checkpoint` made."""
-    if checkpointed_by(eqn) is None:
-        return None
-    if eqn.primitive is remat_p:
-        return evaluate(as_closed(eqn.params["jaxpr"]), operands)
-    inner = next(v for v in eqn.params.values() if type(v).__name__ == "RematTraced")
-    return evaluate(as_closed(inner.jaxpr), operands)
+    inner = in_checkpoint(eqn)
+    return None if inner is None else evaluate(inner, operands)
 
 
 def is_literal(atom: Any) -> bool:

@@ -92,6 +92,8 @@ def find(closed: ClosedJaxpr) -> Found:
 
 def subjaxprs(eqn: Any) -> list[ClosedJaxpr]:
     """The jaxprs of an equation in which stacks are looked for."""
+    if (inner := _jax.in_checkpoint(eqn)) is not None:
+        return [inner]
     if eqn.primitive.name in _CALLS:
         return [_jax.as_closed(eqn.params["jaxpr"])]
     if eqn.primitive.name in ("closed_call", "core_call"):
@@ -112,7 +114,7 @@ def names_in(closed: ClosedJaxpr) -> set[str]:
     return found
 
 
-_CALLS = ("jit", "pjit", "remat2", "remat", "checkpoint", "shard_map")
+_CALLS = ("jit", "pjit", "shard_map")
 
 
 def _walk(closed: ClosedJaxpr, scope: str) -> Iterator[tuple[Any, str]]:

@@ -230,11 +230,9 @@ def through(
             axis_names=set(params["newly_manual_axes"]),
             check_vma=params["check_vma"],
         )(*operands)
-    if "prevent_cse" in params:
-        wrapped = jax.checkpoint(
-            calls[0], prevent_cse=params["prevent_cse"], policy=params["policy"]
-        )
-        return wrapped(*operands)
+    if (checkpointed := _jax.checkpointed_by(eqn)) is not None:
+        barrier = params.get("prevent_cse", True)
+        return jax.checkpoint(calls[0], prevent_cse=barrier, policy=checkpointed[0])(*operands)
     # A jit inside a trace is only a name, unless it constrains shardings.
     operands = _constrained(operands, params.get("in_shardings"))
     return _constrained(calls[0](*operands), params.get("out_shardings"))
