@@ -18,12 +18,16 @@ from typing import Any, Protocol
 import jax
 from jax._src import ad_util, core, effects, source_info_util
 from jax._src.interpreters import batching
+from jax._src.state.types import RefEffect
 from jax.extend.core import ClosedJaxpr, Primitive
-from jax.extend.core.primitives import remat_p, scan_p
+from jax.extend.core.primitives import jit_p, remat_p, scan_p
 from jax.interpreters import ad, mlir
 
 Eqn = Any
 Aval = Any
+
+# The name scope of checkpoints that a policy put around layers.
+PLANNED = "jaxmem_policy"
 
 # ---------------------------------------------------------------- jaxprs
 
@@ -106,6 +110,18 @@ def in_checkpoint(eqn: Eqn) -> ClosedJaxpr | None:
         if type(value).__name__ == "RematTraced":
             return as_closed(value.jaxpr)
     return None
+
+
+def without_jit(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
+    """For `evaluate`: the inside of what `jax.jit` made, if it constrains no shardings."""
+    if eqn.primitive is not jit_p or _constrains(eqn):
+        return None
+    return evaluate(eqn.params["jaxpr"], operands, without_jit)
+
+
+def _constrains(eqn: Eqn) -> bool:
+    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
 def without_checkpoint(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
@@ -192,24 +208,23 @@ def needed(closed: ClosedJaxpr, outs: Iterable[Any], keep_effects: bool) -> froz
     return frozenset(found)
 
 
-def source_line(eqn: Eqn) -> str:
-    """Where the user's code made this equation: "file.py:12 (function)"."""
-    return source_info_util.summarize(eqn.source_info)
-
-
 def can_be_recomputed(closed: ClosedJaxpr) -> bool:
-    """Whether running this twice is harmless, as `jax.checkpoint` judges it."""
-    return not effects.remat_allowed_effects.filter_not_in(closed.effects)
+    """Whether running this twice is harmless.
+
+    jax's own list of what may be recomputed has ordered effects and writes to
+    Refs on it, which then happen twice.
+    """
+    return not any(
+        isinstance(effect, RefEffect)
+        or effects.ordered_effects.contains(effect)
+        or not effects.remat_allowed_effects.contains(effect)
+        for effect in closed.effects
+    )
 
 
 def zeros_like(x: Any) -> Any:
     """Zeros of the cotangent type of an array, with its sharding and varying axes."""
     return ad_util.zeros_like_aval(core.typeof(x).to_ct_aval())
-
-
-def zeros_for(aval: Aval) -> Any:
-    """Zeros of the cotangent type of an abstract value."""
-    return ad_util.zeros_like_aval(aval.to_ct_aval())
 
 
 def stacked(aval: Aval, length: int) -> Aval:
@@ -284,8 +299,18 @@ def bind_tangent(linear: Linear, residuals: Sequence[Any], tangents: Sequence[An
 
 
 def is_stack(eqn: Eqn) -> bool:
-    """Whether an equation is a layer stack that has its policy already."""
+    """Whether an equation is a layer stack bound to its policy."""
     return eqn.primitive is stack_p
+
+
+def is_planned(eqn: Eqn) -> bool:
+    """Whether an equation is a stack that has its policy already, as a scan or bound to it."""
+    if not is_scan(eqn):
+        return is_stack(eqn)
+    return any(
+        checkpointed_by(inner) is not None and PLANNED in str(inner.source_info.name_stack)
+        for inner in eqn.params["jaxpr"].jaxpr.eqns
+    )
 
 
 @stack_p.def_impl
@@ -400,6 +425,7 @@ def _tangent_batch(
     mapped = jax.vmap(
         lambda *args: _tangent_run(*args, linear=linear),
         in_axes=list(dims),
+        axis_name=axis_data.name,
         axis_size=axis_data.size,
         spmd_axis_name=axis_data.spmd_name,
     )

@@ -14,6 +14,7 @@ from jaxmem.find import LayerStack
 from jaxmem.plan import Plan
 from jaxmem.policies import Either, FromJax, LayerPolicy, Offload, Policy
 from jaxmem.problem import Problem
+from jaxmem.stack import Stack
 
 
 def stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
@@ -22,6 +23,11 @@ def stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
     Raises:
       ValueError: a plan for another length, or a layer that must not run twice.
     """
+    if not isinstance(info.length, int):
+        raise ValueError(
+            f"{info}: the number of layers is the symbol {info.length}, and a plan needs it as a "
+            "number; export with a fixed length (other dimensions may be symbols)"
+        )
     if isinstance(policy, Plan):
         try:
             choose(policy, Problem(info.length))
@@ -35,8 +41,10 @@ def stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
         )
 
 
-def names(closed: ClosedJaxpr, policy: Policy | Plan) -> None:
-    """That every name that the policy speaks of is given somewhere in the function.
+def names(stacks: Sequence[Stack], whole: ClosedJaxpr, policy: Policy | Plan) -> None:
+    """That every name that the policy speaks of is given in one of the stacks.
+
+    Where there is no stack the policy is for the whole function, and so are the names.
 
     Raises:
       ValueError: one is not; the message lists those that are.
@@ -44,12 +52,18 @@ def names(closed: ClosedJaxpr, policy: Policy | Plan) -> None:
     layer = _of_layer(policy)
     if not isinstance(layer, Offload | LayerPolicy) or not layer.names:
         return
-    there = find.names_in(closed)
+    bodies = [stack.form.body.jaxpr for stack in stacks] or [whole]
+    there = set().union(*map(find.names_in, bodies))
+    if set(layer.names) - there:
+        # The forward rule of a custom_vjp gives its names only once it is differentiated.
+        for stack in stacks:
+            operands = [_jax.has_tangent(aval) for aval in stack.form.body.jaxpr.in_avals]
+            there |= find.names_in(stack.layer(operands).linearised)
     if missing := sorted(set(layer.names) - there):
         known = ", ".join(map(repr, sorted(there))) or "none at all"
         raise ValueError(
-            f"the policy speaks of {', '.join(map(repr, missing))}, but nothing in the function "
-            f"has that name; the names in it are: {known}.  Names are given with "
+            f"the policy speaks of {', '.join(map(repr, missing))}, but nothing in the layers has "
+            f"that name; the names in them are: {known}.  Names are given with "
             "jax.ad_checkpoint.checkpoint_name(value, name)"
         )
 
@@ -77,9 +91,9 @@ def gradients(found: Sequence[LayerStack], label: str) -> None:
     """Warns where a function differentiates its stacks itself, before the policy gets there."""
     if any("transpose(" in info.name for info in found):
         warn(
-            f"{label} takes gradients itself (the backward pass of a stack is among its scans), so "
-            "a policy around it comes too late to change them; decorate the model or the loss "
-            "function, which is what gets differentiated",
+            f"{label} takes gradients itself (the backward pass of a stack is among its scans), "
+            "and a policy around it comes too late to change them; unless it is differentiated "
+            "once more outside, decorate the model or the loss function in it instead",
             NoEffectWarning,
         )
 

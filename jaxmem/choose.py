@@ -50,9 +50,10 @@ def _(policy: Sqrt, problem: Problem) -> Plan:
     sizes = problem.carry_bytes, problem.tape_bytes, problem.alone_bytes
     if policy.segments is not None or n < 1:
         return Plan.periodic(n, policy.segments, policy.levels)
+    levels = min(policy.levels, n.bit_length())
     # No cut at all (everything kept, no extra forward) is the first candidate and
     # wins a tie, so that on a short stack this is never above "none".
-    cuts = [()] + [segment_lengths(n, k, *sizes) for k in range(1, policy.levels + 1)]
+    cuts = [()] + [segment_lengths(n, k, *sizes) for k in range(1, levels + 1)]
     return Plan.cut(n, min(cuts, key=lambda cut: periodic_bytes(n, cut, *sizes)))
 
 

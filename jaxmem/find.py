@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.layer import nbytes
+from jaxmem.source import source_line
 
 Where = Callable[["LayerStack"], bool] | int
 
@@ -82,7 +83,7 @@ def find(closed: ClosedJaxpr) -> Found:
             index=len(stacks),
             length=length,
             name=_join(scope, str(eqn.source_info.name_stack)),
-            source=_jax.source_line(eqn),
+            source=source_line(eqn),
             carry_bytes=sum(sizes[num_consts : num_consts + num_carry]),
             param_bytes=sum(sizes[num_consts + num_carry :]),
         )

@@ -14,6 +14,7 @@ bfloat16 copies of the weights would cost as much as the weights.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,12 @@ class Wrt:
 
 
 class Layer:
-    """A `Body`, taken apart for the derivative with respect to some of its inputs."""
+    """A `Body`, taken apart for the derivative with respect to some of its inputs.
+
+    Attributes:
+      body, wrt: what it was made of.
+      linearised: the jaxpr from the layer's inputs to its outputs and all residuals.
+    """
 
     def __init__(self, body: Body, wrt: Wrt) -> None:
         self.body = body
@@ -86,7 +92,7 @@ class Layer:
 
     def _stored(self, index: int) -> bool:
         """Whether a residual is in memory even if it is used at once: no input, and not fused."""
-        for eqn in self._jaxpr.jaxpr.eqns:
+        for eqn in self.linearised.jaxpr.eqns:
             if self._residuals[index] in eqn.outvars:
                 return eqn.primitive.name not in _FUSED
         return False
@@ -110,11 +116,11 @@ class Layer:
         self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any], with_y: bool = False
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """(next carry, y if asked for, tape)."""
-        outvars = self._jaxpr.jaxpr.outvars
+        outvars = self.linearised.jaxpr.outvars
         num_out = self.body.num_carry + (self.body.num_y if with_y else 0)
         wanted = outvars[:num_out] + [self._residuals[i] for i in self._kept]
-        only = _jax.needed(self._jaxpr, wanted, keep_effects=True)
-        outs = _jax.evaluate(self._jaxpr, [*consts, *carry, *x], only=only)
+        only = _jax.needed(self.linearised, wanted, keep_effects=True)
+        outs = _jax.evaluate(self.linearised, [*consts, *carry, *x], only=only)
         residuals = outs[self.body.num_carry + self.body.num_y :]
         next_carry, y = self.body.split_out(outs[: self.body.num_carry + self.body.num_y])
         return next_carry, y if with_y else [], [residuals[i] for i in self._kept]
@@ -133,24 +139,18 @@ class Layer:
           consts, x: the layer's inputs that stay available.
           tape: what `tape` returned.
           ct_carry: cotangents of the differentiated carries.
-          ct_y: cotangents of the differentiated ys; None for zero.
+          ct_y: cotangents of the differentiated ys.
         """
         on_tape = [self._residuals[i] for i in self._kept]
         rebuilt = [r for r in self._residuals if not any(r is kept for kept in on_tape)]
-        only = _jax.needed(self._jaxpr, rebuilt, keep_effects=False)
+        only = _jax.needed(self.linearised, rebuilt, keep_effects=False)
         inputs = [*consts, *[None] * self.body.num_carry, *x]
-        outs = _jax.evaluate(self._jaxpr, inputs, only=only)
+        outs = _jax.evaluate(self.linearised, inputs, only=only)
         residuals = outs[self.body.num_carry + self.body.num_y :]
         for kept, value in zip(on_tape, tape, strict=True):
             for place, residual in enumerate(self._residuals):
                 if residual is kept:
                     residuals[place] = value
-        _, y_avals = self.body.split_out(self.body.jaxpr.out_avals)
-        y_avals = [aval for aval, wrt in zip(y_avals, self.wrt_y, strict=True) if wrt]
-        ct_y = [
-            _jax.zeros_for(aval) if ct is None else ct
-            for ct, aval in zip(ct_y, y_avals, strict=True)
-        ]
         cts = iter(jax.tree.unflatten(self._tree, residuals)([*ct_carry, *ct_y]))
         flat = [next(cts) if wrt else None for wrt in self.wrt.ins]
         return tuple([ct for ct in part if ct is not None] for part in self.body.split_in(flat))  # pyright: ignore[reportReturnType]
@@ -160,7 +160,7 @@ class Layer:
     def _trace(self) -> None:
         body, wrt, tree = self.body, self.wrt, None
 
-        def linearised(*flat: Any) -> list[Any]:
+        def with_residuals(*flat: Any) -> list[Any]:
             nonlocal tree
 
             def primal(*diff: Any) -> tuple[list[Any], list[Any]]:
@@ -174,35 +174,41 @@ class Layer:
             leaves, tree = jax.tree.flatten(vjp)
             return [*outs, *leaves]
 
-        self._jaxpr = _jax.trace(linearised, body.jaxpr.in_avals)
+        # jnp.where, jnp.tril and many others are jitted: looked into, as what is cheap
+        # in them need not be kept either.
+        closed = _jax.trace(with_residuals, body.jaxpr.in_avals)
+        self.linearised = _jax.trace(
+            lambda *flat: _jax.evaluate(closed, flat, _jax.without_jit), body.jaxpr.in_avals
+        )
         self._tree = tree
-        self._residuals = self._jaxpr.jaxpr.outvars[body.num_carry + body.num_y :]
-        self._kept = _on_tape(self._jaxpr, self._residuals, body)
+        self._residuals = self.linearised.jaxpr.outvars[body.num_carry + body.num_y :]
+        self._kept = _on_tape(self.linearised, self._residuals, body)
 
 
 # ---------------------------------------------------------------- implementation
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an abstract array; a typed random key counts as its words."""
-    return int(aval.size) * aval.dtype.itemsize
+    """Bytes of an abstract array; a dimension that is a symbol, under jax.export, counts as 1."""
+    return math.prod(d for d in aval.shape if isinstance(d, int)) * aval.dtype.itemsize
 
 
-# Operations that are cheaper to do again than to store the result of, when all
-# they work on is parameters: no product, no reduction, no random bits.
-_CHEAP = frozenset(
+# Operations that compilers fuse into what reads them; and those that are cheaper to do
+# again than to store the result of, when all they work on is parameters: no product,
+# no random bits.
+_FUSED = frozenset(
     name
     for names in (
         "abs add and ceil clamp div eq floor ge gt integer_pow le lt max min mul ne neg not or",
         "rem round rsqrt select_n sign sqrt square sub xor real imag is_finite",
+        "cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh",
         "broadcast_in_dim concatenate convert_element_type copy dynamic_slice expand_dims iota pad",
         "reduce_precision reshape rev slice squeeze transpose",
         "pvary pcast random_unwrap random_wrap sharding_constraint stop_gradient",
     )
     for name in names.split()
 )
-_TRANSCENDENTAL = "cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"
-_FUSED = _CHEAP | frozenset(_TRANSCENDENTAL.split())
+_CHEAP = _FUSED | {"reduce_max", "reduce_min", "reduce_sum"}
 
 
 def _on_tape(closed: ClosedJaxpr, residuals: Sequence[Any], body: Body) -> list[int]:

@@ -179,6 +179,7 @@ def _lift(method: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
 
             pure.__name__ = getattr(method, "__name__", "method")
             pure.__qualname__ = getattr(method, "__qualname__", "method")
+            vars(pure)["__wrapped__"] = method  # for messages: where it was written
             return rewritten(pure, choice)(variables, keys, args, kwargs)
 
         everything = (True,)

@@ -7,9 +7,7 @@ that made it, the line of the user's code, the module, over how many iterations.
 """
 
 import dataclasses
-import os
 import re
-import sys
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ from jax.extend import core
 
 from jaxmem._jax import is_scan, scan_parts
 from jaxmem.execute.forms import CARRY_NAME
+from jaxmem.source import source_line
 
 Kind = Literal["computed", "argument", "constant"]
 
@@ -76,7 +75,7 @@ class Origin:
     def source(self) -> str:
         """The user's line; inside of jitted library code, the line of the call."""
         eqns = [*self.calls, self.eqn] if self.eqn is not None else self.calls
-        return next((line for eqn in reversed(eqns) if (line := _user_line(eqn))), "")
+        return next((line for eqn in reversed(eqns) if (line := source_line(eqn))), "")
 
     @property
     def module(self) -> str:
@@ -189,15 +188,15 @@ def _describe_input(origin: Origin, given: str | None) -> Label:
     outer, eqn = scope.outer
     if eqn.primitive.name == "cond" and k >= 0:  # the first operand chooses the branch
         whole = describe(origin_of(outer, eqn.invars[k + 1]))
-        return Label(given or f"copy of {whole.name}", whole.source or _user_line(eqn))
+        return Label(given or f"copy of {whole.name}", whole.source or source_line(eqn))
     if not is_scan(eqn) or k < 0:
-        return Label(given or f"input of {eqn.primitive.name}", _user_line(eqn))
+        return Label(given or f"input of {eqn.primitive.name}", source_line(eqn))
     parts = scan_parts(eqn)
     if k < parts.num_consts + parts.num_carry:
         made = origin_of(scope, scope.jaxpr.outvars[k - parts.num_consts])
-        return Label(given or "carry", made.source or _user_line(eqn), made.module)
+        return Label(given or "carry", made.source or source_line(eqn), made.module)
     whole = describe(origin_of(outer, eqn.invars[k]))
-    return Label(given or f"slice of {whole.name}", whole.source or _user_line(eqn))
+    return Label(given or f"slice of {whole.name}", whole.source or source_line(eqn))
 
 
 def _is_filled_in(origin: Origin) -> bool:
@@ -303,28 +302,9 @@ def _alike(inner: Any, outer: Any, per_shard: bool) -> bool:
     )
 
 
-def _user_line(eqn: core.JaxprEqn) -> str:
-    """The innermost line of code that belongs to no library which writes layers for others."""
-    traceback = eqn.source_info.traceback
-    if traceback is None:
-        return ""
-    libraries = _libraries()
-    for frame in traceback.frames:
-        if not frame.file_name.startswith(libraries):
-            function = frame.function_name.rsplit("<locals>.", 1)[-1]
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
-    return ""
-
-
 def _module(eqn: core.JaxprEqn) -> str:
     """The name stack of an equation without what transformations wrote around its parts."""
     text = str(eqn.source_info.name_stack)
     while (plain := re.sub(r"\w+\(([^()]*)\)", r"\1", text)) != text:
         text = plain
     return "/".join(part for part in text.split("/") if part)
-
-
-def _libraries() -> tuple[str, ...]:
-    modules = [sys.modules.get(name) for name in ("jax", "jaxlib", "flax", "optax", "equinox")]
-    files = [module.__file__ for module in modules if module is not None and module.__file__]
-    return ("<", *(os.path.dirname(file) + os.sep for file in [*files, __file__]))

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from jaxmem import policies
 from jaxmem.errors import check_positive, check_segments
 from jaxmem.policies import LayerPolicy
-from jaxmem.solve import extra_steps, periodic_bytes, schedule, segment_lengths
+from jaxmem.solve import extra_steps, first_sweep, periodic_bytes, segment_lengths
 
 Kind = Literal["none", "full", "periodic", "revolve"]
 Place = Literal["device", "host"]
@@ -88,7 +88,8 @@ class Plan:
           ValueError: n < 0, segments < 1, levels < 1, no number or more than levels.
         """
         n, given = _length(n), check_segments(segments, levels)
-        levels = max(levels, len(given))
+        # Each level halves the segments at least; more of them would cut single layers.
+        levels = max(min(levels, n.bit_length()), len(given))
         lengths, outer = [], n
         for number in given:
             outer = -(-outer // min(number, outer)) if outer else 0
@@ -262,7 +263,7 @@ class Plan:
         if self.kind == "full":
             return "|" if self.carries == "device" else "^"
         if self.kind == "revolve":
-            return "|" if layer in schedule(self.length, self.slots).held[-1] else "."
+            return "|" if layer in first_sweep(self.length, self.slots) else "."
         place, marks = layer, "|:"
         for level, inner in enumerate(self.lengths):
             place %= inner

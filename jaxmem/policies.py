@@ -381,6 +381,11 @@ def parse(policy: "str | Policy | Callable[..., Any]", **options: Any) -> Policy
         )
     if isinstance(policy, Policy):
         return policy
+    if policy in _BY_NAME.values():
+        raise TypeError(
+            f"jaxmem.policies.{policy.__name__} makes a policy and is none itself; call it, as in "
+            f"jaxmem.policies.{policy.__name__}()"
+        )
     if callable(policy) and not isinstance(policy, type):
         return FromJax(policy)
     raise TypeError(
@@ -400,7 +405,7 @@ def from_json(data: Any) -> Policy:
     fields = {key: value for key, value in data.items() if key != "policy"}
     name = data["policy"]
     if name == "from_jax":
-        known = getattr(jax.checkpoint_policies, str(fields.get("name")), None)
+        known = vars(jax.checkpoint_policies).get(str(fields.get("name")))
         if known is None:
             raise ValueError(f"name: jax.checkpoint_policies has no {fields.get('name')!r}")
         return FromJax(known)

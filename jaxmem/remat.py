@@ -16,6 +16,7 @@ from flax import nnx as flax_nnx
 
 from jaxmem import linen, nnx, policies
 from jaxmem._scope import inside_layer_scope, method_names
+from jaxmem.errors import JaxmemWarning, warn
 from jaxmem.find import Where
 from jaxmem.plan import Plan
 from jaxmem.policies import Policy
@@ -100,7 +101,15 @@ def remat(
     if not callable(target):
         raise TypeError(
             "jaxmem.remat takes a function, a Flax module class, a module instance or a method, "
-            f"got {target!r} of type {type(target).__name__}; policies apply to code, not to arrays"
+            f"got an object of type {type(target).__name__}; policies apply to code, not to "
+            "arrays.  Options go by name, as in remat_revolve(slots=4)"
+        )
+    if hasattr(target, "lower") and hasattr(target, "__wrapped__"):
+        warn(
+            f"{getattr(target, '__name__', target)!r} is jitted, and a decorator around it traces "
+            "it anew at each call that is not itself under a jit; put jax.jit outside: "
+            "jax.jit(jaxmem.remat(function, policy))",
+            JaxmemWarning,
         )
     return _function(target, choice)
 
@@ -184,7 +193,8 @@ def _function(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
             return nnx.call(fn, choice, args, kwargs)
         return rewritten(fn, choice)(*args, **kwargs)
 
-    vars(run)["__jaxmem_choice__"] = choice
+    # functools.wraps around this copies both marks; only here is the owner the bearer.
+    vars(run).update(__jaxmem_choice__=choice, __jaxmem_owner__=run)
     return run
 
 

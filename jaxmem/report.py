@@ -285,8 +285,11 @@ def _split(
     """The bytes of each argument on one device, as the compiled program reads it."""
     in_args, in_kwargs = compiled.in_avals
     names = named_leaves(fn, in_args, in_kwargs, positions=_dynamic_positions(args, in_args))
-    # None stands for an argument that jit dropped, since nothing reads it.
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
+    # None stands for an argument that jit dropped, since nothing reads it; a None that was
+    # an argument itself is among the types, too.
+    avals = jax.tree.leaves(compiled.in_avals, is_leaf=_is_none)
+    given = jax.tree.leaves(compiled.input_shardings, is_leaf=_is_none)
+    shardings = [s for aval, s in zip(avals, given, strict=True) if aval is not None]
     found: dict[str, int] = {}
     for (name, aval), sharding in zip(names, shardings, strict=True):
         found[name] = found.get(name, 0) + _bytes_on_device(aval, sharding)
@@ -294,6 +297,10 @@ def _split(
     if rest := total - sum(found.values()):
         found["(constants and padding)"] = rest
     return found
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def _bytes_on_device(aval: Any, sharding: jax.sharding.Sharding | None) -> int:

@@ -61,6 +61,10 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if getattr(
+            jax.config, "jax_disable_jit", False
+        ):  # scans are Python loops then, with nothing to find
+            return fn(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         traced = [isinstance(leaf, jax.Array) for leaf in leaves]
         static_out: Any = None
@@ -96,9 +100,9 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
         return _jax.evaluate(closed, args)
     found = find.find(closed)
     chosen = _chosen(found, choice, label)
-    check.names(closed, choice.policy)
+    check.names([as_stack(eqn, choice.policy) for _, eqn in chosen], closed, choice.policy)
     if not chosen:
-        if any(_jax.is_stack(eqn) for _, eqn in found.stacks):
+        if any(_jax.is_planned(eqn) for _, eqn in found.stacks):
             return _jax.evaluate(closed, args)  # planned already, by a decorator further in
         return _checkpoint_whole(closed, args, choice, found, label)
     check.effect(choice.policy)
@@ -122,7 +126,7 @@ def _chosen(found: find.Found, choice: Choice, label: str) -> list[tuple[LayerSt
     stacks = [
         (info, eqn)
         for info, eqn in found.stacks
-        if info.length >= choice.min_length and not _jax.is_stack(eqn)
+        if info.length >= choice.min_length and not _jax.is_planned(eqn)
     ]
     where = choice.where
     if where is None or not stacks:

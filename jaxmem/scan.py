@@ -59,7 +59,8 @@ def scan(
     (64, 4, 4)
     """
     policy = policies.parse(remat) if not isinstance(remat, Plan) else remat
-    if (declared := declared_choice(f)) is not None:
+    declared = declared_choice(f)
+    if declared is not None and getattr(f, "__jaxmem_owner__", None) is f:
         given = None if isinstance(policy, NoRemat) else policy
         policy = stack_choice(given, [declared]).policy  # pyright: ignore[reportOptionalMemberAccess]
         f = f.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]

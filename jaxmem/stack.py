@@ -93,7 +93,7 @@ class Stack:
             outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
             return outs, used
-        linear = _Tangent(self.form, layer.wrt, schedule_for(plan, self.form, layer))
+        linear = _Tangent(self.form, layer.wrt, plan, schedule_for(plan, self.form, layer))
         return linear.split(args, tangents)
 
 
@@ -106,8 +106,8 @@ class _Tangent:
     Its residuals are the operands of the stack, then what the schedule keeps.
     """
 
-    def __init__(self, form: Form, wrt: Wrt, schedule: Schedule) -> None:
-        self.form, self.wrt, self.schedule = form, wrt, schedule
+    def __init__(self, form: Form, wrt: Wrt, plan: Plan, schedule: Schedule) -> None:
+        self.form, self.wrt, self.plan, self.schedule = form, wrt, plan, schedule
         self.num_args = len(wrt.ins)
         self.num_residuals = 0
         self.tangent_avals: list[Any] = []
@@ -162,9 +162,22 @@ class _Tangent:
         args = residuals[: self.num_args]
         return jax.jvp(self.active(*args), self.primals(args), list(tangents))[1]
 
+    def without(self, used: Sequence[bool]) -> Schedule:
+        """The schedule for a backward pass in which only these ys have cotangents.
+
+        Zeros in their place would be pulled through the layer, where they are work
+        for nothing, and NaN wherever a derivative is infinite.
+        """
+        carry, ys = self.form.body.split_out(self.wrt.outs)
+        rest = iter(used)
+        outs = (*carry, *(wrt and next(rest) for wrt in ys))
+        layer = Layer(self.form.body, Wrt(self.wrt.ins, outs))
+        return schedule_for(self.plan, self.form, layer, taped=False)
+
     def pull(self, residuals: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
         given = [ct is not None for ct in cts]
         num_carry = sum(self.wrt.outs[: self.form.body.num_carry])
+        schedule = self.schedule if all(given[num_carry:]) else self.without(given[num_carry:])
 
         def parts(flat: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
             rest = iter(flat[self.num_residuals :])
@@ -173,7 +186,8 @@ class _Tangent:
 
         def backward(*flat: Any) -> list[Any]:
             args, kept, cts = parts(flat)
-            found = self.schedule.backward(args, kept, cts[:num_carry], cts[num_carry:])
+            ct_ys = [ct for ct in cts[num_carry:] if ct is not None]
+            found = schedule.backward(args, kept, cts[:num_carry], ct_ys)
             return [*found.consts, *found.carry, *found.xs]
 
         def as_nested(*flat: Any) -> list[Any]:

@@ -108,7 +108,7 @@ def test_contradictory_names() -> None:
 def test_a_name_that_is_nowhere_lists_those_that_are(policy) -> None:
     with pytest.raises(ValueError) as error:
         jaxmem.remat(model, policy)(WEIGHTS, H)
-    says(error, "'produkt'", "the names in it are: 'product'", "checkpoint_name")
+    says(error, "'produkt'", "the names in them are: 'product'", "checkpoint_name")
 
 
 # ---------------------------------------------------------------- stacks

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmem import _jax
 from jaxmem.layer import Body
 from jaxmem.policies import Full, LayerPolicy, from_jax, names
 
@@ -65,7 +66,13 @@ def checkpointed(form: Form, layer: LayerPolicy, host: bool, args: Sequence[Any]
         policy = None  # jax's spelling of the same, which all of its versions treat alike
     else:
         _APPLIED[policy] = layer, host
-    return _scan(form, jax.checkpoint(body, prevent_cse=False, policy=policy), args)
+    layer_again = jax.checkpoint(body, prevent_cse=False, policy=policy)
+
+    def planned(consts: Any, carry: Any, x: Any) -> Any:
+        with jax.named_scope(_jax.PLANNED):
+            return layer_again(consts, carry, x)
+
+    return _scan(form, planned, args)
 
 
 _APPLIED: weakref.WeakKeyDictionary[Any, tuple[LayerPolicy, bool]] = weakref.WeakKeyDictionary()

@@ -36,7 +36,7 @@ def forward(
         i, carry, kept = state
         carry, y = layer.advance(consts, carry, x)
         slot = i // size + 1
-        kept = store(kept, carry, lax.min(slot, slots - 1), slot < slots)
+        kept = store(kept, carry, jnp.minimum(slot, slots - 1), slot < slots)
         return (i + 1, carry, kept), y
 
     (_, carry, kept), ys = lax.scan(
@@ -59,7 +59,7 @@ def backward(
     ct_carry: Sequence[Any],
     ct_ys: Sequence[Any],
 ) -> Cotangents:
-    """Cotangents of the operands; cotangents of results may be None for zero."""
+    """Cotangents of the operands; one of the final carry may be None for zero."""
     descent = _Descent(form, layer, args, ct_ys)
     state = start(layer, args, ct_carry)
     return descent.segments(0, form.length, tuple(lengths), kept, state)

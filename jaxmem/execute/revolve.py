@@ -25,7 +25,8 @@ from jaxmem.execute.state import Cotangents, buffer, load, pull, start, store
 from jaxmem.layer import Layer
 from jaxmem.solve import schedule
 
-Kept = tuple[list[Any], list[Any]]  # the carries in the slots; tape of the last layer
+# The carries in the slots; the tape of the last layer, None if it is to be made again.
+Kept = tuple[list[Any], list[Any] | None]
 
 
 def forward(form: Form, layer: Layer, slots: int, args: Sequence[Any]) -> tuple[list[Any], Kept]:
@@ -67,7 +68,7 @@ def backward(
     ct_carry: Sequence[Any],
     ct_ys: Sequence[Any],
 ) -> Cotangents:
-    """Cotangents of the operands; cotangents of results may be None for zero."""
+    """Cotangents of the operands; one of the final carry may be None for zero."""
     consts, _, xs = form.body.split_in(args)
     carries, tape = kept
     last = form.length - 1
@@ -75,15 +76,19 @@ def backward(
     held = np.asarray(table.held, np.int32)
     restart = np.asarray(table.restart, np.int32)
     state = start(layer, args, ct_carry)
-    state = pull(form, layer, args, ct_ys, state, last, tape)
-    if last == 0:
-        return state
+    todo = form.length
+    if tape is not None:
+        todo -= 1
+        state = pull(form, layer, args, ct_ys, state, todo, tape)
+    # Where the carry in each row's slot stands before the row's own stores: as the row
+    # before left it, which for the first row is how the forward pass left it.
+    before = held[np.minimum(np.arange(1, form.length + 1), last)]
+    slot = np.append(restart[:last], np.argmax(held[last]))
     rows = {
-        "layer": np.arange(last, dtype=np.int32),
-        "held": held[:last],
-        "slot": restart[:last],
-        # Where the carry in that slot stands, before this row's stores.
-        "from": held[np.arange(1, last + 1), restart[:last]],
+        "layer": np.arange(form.length, dtype=np.int32),
+        "held": held,
+        "slot": slot.astype(np.int32),
+        "from": before[np.arange(form.length), slot],
     }
 
     def down(loop: Any, row: Any) -> Any:
@@ -101,7 +106,10 @@ def backward(
         return (state, carries), None
 
     (state, _), _ = lax.scan(
-        down, (state, carries), {k: jnp.asarray(v) for k, v in rows.items()}, reverse=True
+        down,
+        (state, carries),
+        {name: jnp.asarray(column[:todo]) for name, column in rows.items()},
+        reverse=True,
     )
     return state
 

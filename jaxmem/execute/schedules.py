@@ -27,24 +27,24 @@ class Schedule:
     lengths: tuple[int, ...]
 
 
-def schedule_for(plan: Plan, form: Form, layer: Layer) -> Schedule:
-    """The schedule of a periodic, full or revolve plan."""
-    if plan.kind == "periodic":
-        module, how, lengths = periodic, plan.lengths, plan.lengths
-    elif plan.kind == "full":
-        module, how, lengths = periodic, (1,), (1,)
-    else:
-        module, how, lengths = revolve, plan.slots, segment_lengths(plan.length)
+def schedule_for(plan: Plan, form: Form, layer: Layer, taped: bool = True) -> Schedule:
+    """The schedule of a periodic, full or revolve plan.
+
+    Args:
+      taped: whether tapes that the forward pass kept are this layer's; otherwise
+        only the carries that it kept are used.
+    """
+    if plan.kind == "revolve":
+        return Schedule(
+            lambda args: revolve.forward(form, layer, plan.slots, args),
+            lambda args, kept, *cts: revolve.backward(
+                form, layer, plan.slots, args, kept if taped else (kept[0], None), *cts
+            ),
+            segment_lengths(plan.length),
+        )
+    lengths = plan.lengths or (1,)
     return Schedule(
-        lambda args: module.forward(form, layer, how, args),  # pyright: ignore[reportArgumentType]
-        lambda args, kept, ct_carry, ct_ys: module.backward(
-            form,
-            layer,
-            how,
-            args,
-            kept,
-            ct_carry,
-            ct_ys,  # pyright: ignore[reportArgumentType]
-        ),
+        lambda args: periodic.forward(form, layer, lengths, args),
+        lambda args, kept, *cts: periodic.backward(form, layer, lengths, args, kept, *cts),
         lengths,
     )

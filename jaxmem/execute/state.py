@@ -42,7 +42,7 @@ def pull(
 ) -> Cotangents:
     """One layer down: its gradient goes straight into its row of the stacked gradients."""
     consts, _, xs = layer.body.split_in(args)
-    ct_y = [ct if ct is None else form.at([ct], step)[0] for ct in ct_ys]
+    ct_y = form.at(ct_ys, step)
     g_consts, ct_carry, g_x = layer.pullback(consts, form.at(xs, step), tape, state.carry, ct_y)
     return Cotangents(
         [total + g for total, g in zip(state.consts, g_consts, strict=True)],

@@ -5,6 +5,13 @@ places a fixed number of checkpoints.  A new solver is one more small file.
 """
 
 from jaxmem.solve.periodic import periodic_bytes, segment_lengths
-from jaxmem.solve.revolve import Schedule, extra_steps, schedule
+from jaxmem.solve.revolve import Schedule, extra_steps, first_sweep, schedule
 
-__all__ = ["Schedule", "extra_steps", "periodic_bytes", "schedule", "segment_lengths"]
+__all__ = [
+    "Schedule",
+    "extra_steps",
+    "first_sweep",
+    "periodic_bytes",
+    "schedule",
+    "segment_lengths",
+]

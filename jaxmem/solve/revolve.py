@@ -80,6 +80,14 @@ def schedule(n: int, slots: int) -> Schedule:
     return Schedule(tuple(held), tuple(restart))
 
 
+def first_sweep(n: int, slots: int) -> tuple[int, ...]:
+    """The positions that the forward pass keeps: the schedule's row for the last layer."""
+    positions, slots = [0], max(min(slots, n), 1)
+    while (rest := n - positions[-1]) > 1 and len(positions) < slots:
+        positions.append(positions[-1] + _split(rest, slots - len(positions) + 1))
+    return tuple(positions)
+
+
 def _split(n: int, slots: int) -> int:
     """How far to advance before the next carry is stored: any minimiser of
     i + t(i, s) + t(n - i, s - 1).
