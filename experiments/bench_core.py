@@ -12,7 +12,9 @@ Run it with `make bench`; it prints a table and writes `experiments/results/benc
 
 import csv
 import dataclasses
+import gc
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -96,11 +98,13 @@ def train_step(encoder: nn.Module) -> Callable[..., Any]:
 def alternate(
     contestants: dict[str, Callable[[], float]], rounds: int, what: str
 ) -> dict[str, list[float]]:
-    """Seconds of each contestant, in rounds that go over all of them."""
+    """Seconds of each contestant, in rounds that go over all of them, in shuffled order."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    order, shuffle = list(contestants), random.Random(0).shuffle
     for _ in tqdm(range(rounds), desc=what, unit="round"):
-        for name, measure in contestants.items():
-            seconds[name].append(measure())
+        shuffle(order)
+        for name in order:
+            seconds[name].append(contestants[name]())
     return seconds
 
 
@@ -130,9 +134,14 @@ def trace_and_lower(options: Options) -> list[dict[str, Any]]:
     def lower(cls: Any) -> Callable[[], float]:
         def once() -> float:
             step = train_step(cls(options.layers, options.width))
+            # Rounds allocate alike, so collections would fall on the same contestant each time.
+            gc.collect()
+            gc.disable()
             start = time.perf_counter()
             jax.jit(step).lower(*args)
-            return time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            gc.enable()
+            return seconds
 
         return once
 

@@ -119,6 +119,11 @@ def without_jit(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
     return evaluate(eqn.params["jaxpr"], operands, without_jit)
 
 
+def has_jit(closed: ClosedJaxpr) -> bool:
+    """Whether `without_jit` has anything to do."""
+    return any(eqn.primitive is jit_p and not _constrains(eqn) for eqn in closed.jaxpr.eqns)
+
+
 def _constrains(eqn: Eqn) -> bool:
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)

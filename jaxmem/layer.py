@@ -14,6 +14,7 @@ bfloat16 copies of the weights would cost as much as the weights.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -166,7 +167,7 @@ class Layer:
             def primal(*diff: Any) -> tuple[list[Any], list[Any]]:
                 given = iter(diff)
                 full = [next(given) if d else f for d, f in zip(wrt.ins, flat, strict=True)]
-                outs = _jax.evaluate(body.jaxpr, full)
+                outs = _jax.evaluate(body.jaxpr, full, _jax.without_jit)
                 return [out for out, d in zip(outs, wrt.outs, strict=True) if d], outs
 
             diff = [f for f, d in zip(flat, wrt.ins, strict=True) if d]
@@ -175,11 +176,12 @@ class Layer:
             return [*outs, *leaves]
 
         # jnp.where, jnp.tril and many others are jitted: looked into, as what is cheap
-        # in them need not be kept either.
-        closed = _jax.trace(with_residuals, body.jaxpr.in_avals)
-        self.linearised = _jax.trace(
-            lambda *flat: _jax.evaluate(closed, flat, _jax.without_jit), body.jaxpr.in_avals
-        )
+        # in them need not be kept either.  (Derivative rules may bring in new ones.)
+        traced = _jax.trace(with_residuals, body.jaxpr.in_avals)
+        if _jax.has_jit(traced):
+            inlined = functools.partial(_jax.evaluate, traced, special=_jax.without_jit)
+            traced = _jax.trace(lambda *flat: inlined(flat), body.jaxpr.in_avals)
+        self.linearised = traced
         self._tree = tree
         self._residuals = self.linearised.jaxpr.outvars[body.num_carry + body.num_y :]
         self._kept = _on_tape(self.linearised, self._residuals, body)
