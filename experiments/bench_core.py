@@ -200,7 +200,7 @@ def compile_deep(options: Options) -> list[dict[str, Any]]:
 
 
 def main(options: Options) -> None:
-    rows = [*compile_deep(options), *trace_and_lower(options), *step_time(options)]
+    rows = [*trace_and_lower(options), *step_time(options), *compile_deep(options)]
     device = jax.devices()[0]
     where = {
         "device": device.device_kind,

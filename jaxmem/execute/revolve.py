@@ -14,6 +14,7 @@ schedule, none more.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -77,9 +78,16 @@ def backward(
     restart = np.asarray(table.restart, np.int32)
     state = start(layer, args, ct_carry)
     todo = form.length
+
+    # The last layer and all others are pulled alike: under a jit that is traced and lowered
+    # once, and gone again before anything is optimised.
+    @jax.jit
+    def down_one(state: Any, step: Any, tape: Any) -> Any:
+        return pull(form, layer, args, ct_ys, state, step, tape)
+
     if tape is not None:
         todo -= 1
-        state = pull(form, layer, args, ct_ys, state, todo, tape)
+        state = down_one(state, jnp.int32(todo), tape)
     # Where the carry in each row's slot stands before the row's own stores: as the row
     # before left it, which for the first row is how the forward pass left it.
     before = held[np.minimum(np.arange(1, form.length + 1), last)]
@@ -102,7 +110,7 @@ def backward(
         begin = load(carries, row["slot"])
         carry, carries = lax.fori_loop(row["from"], row["layer"], advance, (begin, carries))
         _, _, tape = layer.tape(consts, carry, form.at(xs, row["layer"]))
-        state = pull(form, layer, args, ct_ys, state, row["layer"], tape)
+        state = down_one(state, row["layer"], tape)
         return (state, carries), None
 
     (state, _), _ = lax.scan(
