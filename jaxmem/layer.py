@@ -167,7 +167,7 @@ class Layer:
             def primal(*diff: Any) -> tuple[list[Any], list[Any]]:
                 given = iter(diff)
                 full = [next(given) if d else f for d, f in zip(wrt.ins, flat, strict=True)]
-                outs = _jax.evaluate(body.jaxpr, full, _jax.without_jit)
+                outs = _jax.evaluate(body.jaxpr, full)
                 return [out for out, d in zip(outs, wrt.outs, strict=True) if d], outs
 
             diff = [f for f, d in zip(flat, wrt.ins, strict=True) if d]
@@ -176,7 +176,8 @@ class Layer:
             return [*outs, *leaves]
 
         # jnp.where, jnp.tril and many others are jitted: looked into, as what is cheap
-        # in them need not be kept either.  (Derivative rules may bring in new ones.)
+        # in them need not be kept either.  Only now that it is differentiated: cotangents
+        # are added up in another order where there was no jit.
         traced = _jax.trace(with_residuals, body.jaxpr.in_avals)
         if _jax.has_jit(traced):
             inlined = functools.partial(_jax.evaluate, traced, special=_jax.without_jit)
