@@ -63,6 +63,7 @@ def scan_parts(eqn: Eqn) -> Scan:
 
 
 def is_scan(eqn: Eqn) -> bool:
+    """Whether an equation is a `lax.scan`."""
     return eqn.primitive is scan_p
 
 
@@ -85,31 +86,29 @@ def name_given_by(eqn: Eqn) -> str | None:
     """The name, if this is an equation made by `checkpoint_name`."""
     if eqn.primitive.name == "name":
         return eqn.params["name"]
-    # Under the flag jax_remat3 names are values of a class, carried by one general primitive.
-    return next(
-        (value.name for value in eqn.params.values() if type(value).__name__ == "CheckpointName"),
-        None,
-    )
+    new = _carried_by(eqn, "CheckpointName")
+    return None if new is None else new.name
+
+
+def _carried_by(eqn: Eqn, kind: str) -> Any:
+    """What jax has for an operation under the flag jax_remat3: a value in a general primitive."""
+    return next((value for value in eqn.params.values() if type(value).__name__ == kind), None)
 
 
 def checkpointed_by(eqn: Eqn) -> tuple[Any] | None:
     """(policy,), if this is an equation made by `jax.checkpoint`."""
     if eqn.primitive is remat_p:
         return (eqn.params["policy"],)
-    for value in eqn.params.values():  # under the flag jax_remat3
-        if type(value).__name__ == "RematTraced":
-            return (value.policy,)
-    return None
+    new = _carried_by(eqn, "RematTraced")
+    return None if new is None else (new.policy,)
 
 
 def in_checkpoint(eqn: Eqn) -> ClosedJaxpr | None:
     """What is computed in an equation made by `jax.checkpoint`; None if this is none."""
     if eqn.primitive is remat_p:
         return as_closed(eqn.params["jaxpr"])
-    for value in eqn.params.values():  # under the flag jax_remat3
-        if type(value).__name__ == "RematTraced":
-            return as_closed(value.jaxpr)
-    return None
+    new = _carried_by(eqn, "RematTraced")
+    return None if new is None else as_closed(new.jaxpr)
 
 
 def without_jit(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
@@ -136,6 +135,7 @@ def without_checkpoint(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
 
 
 def is_literal(atom: Any) -> bool:
+    """Whether an operand is a constant written into the jaxpr, not a variable."""
     return isinstance(atom, core.Literal)
 
 
@@ -296,10 +296,12 @@ tangent_p.multiple_results = True
 
 
 def bind_stack(stack: Differentiable, args: Sequence[Any]) -> list[Any]:
+    """The results of a stack on its flat operands."""
     return stack_p.bind(*args, stack=stack)
 
 
 def bind_tangent(linear: Linear, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """The linear part of a stack, applied; to be transposed by its schedule."""
     return tangent_p.bind(*residuals, *tangents, linear=linear)
 
 

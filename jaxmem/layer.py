@@ -77,7 +77,6 @@ class Layer:
         self.body = body
         self.wrt = wrt
         self.wrt_consts, self.wrt_carry, self.wrt_x = body.split_in(wrt.ins)
-        self.wrt_carry_out, self.wrt_y = body.split_out(wrt.outs)
         self._trace()
 
     def problem(self, length: int) -> Problem:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmem._jax import is_scan, scan_parts
+from jaxmem._jax import is_scan, name_given_by, scan_parts
 from jaxmem.execute.forms import CARRY_NAME
 from jaxmem.source import source_line
 
@@ -40,7 +40,7 @@ class Scope:
         self.names = {
             eqn.invars[0]: name
             for eqn in jaxpr.eqns
-            if (name := _given_name(eqn)) and not isinstance(eqn.invars[0], core.Literal)
+            if (name := name_given_by(eqn)) and not isinstance(eqn.invars[0], core.Literal)
         }
         self._inside: dict[tuple[int, int], Scope] = {}
 
@@ -112,7 +112,7 @@ def origin_of(scope: Scope, atom: Any) -> Origin:
             names.append(scope.names[atom])
         if atom in scope.makers:
             eqn, k = scope.makers[atom]
-            if (given := _given_name(eqn)) is not None:
+            if (given := name_given_by(eqn)) is not None:
                 names.append(given)
             if (before := _same_value(eqn, k)) is not None:
                 atom = before
@@ -236,20 +236,9 @@ _MOVES = frozenset(
 _CONTROL_FLOW = frozenset({"scan", "while", "cond", "pallas_call"})
 
 
-def _given_name(eqn: core.JaxprEqn) -> str | None:
-    """What `checkpoint_name` named the output of this equation, if it did."""
-    if eqn.primitive.name == "name":
-        return eqn.params["name"]
-    # Newer versions of jax say it with an object instead.
-    inner = eqn.params.get("_prim")
-    if type(inner).__name__ == "CheckpointName":
-        return getattr(inner, "name", None)
-    return None
-
-
 def _same_value(eqn: core.JaxprEqn, k: int) -> Any:
     """The input that output `k` is, bit for bit and with no new buffer; else None."""
-    if _given_name(eqn) is not None or eqn.primitive.name == "pvary":
+    if name_given_by(eqn) is not None or eqn.primitive.name == "pvary":
         return eqn.invars[k]
     if eqn.primitive.name == "optimization_barrier":
         return eqn.invars[k]

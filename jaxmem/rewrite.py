@@ -61,10 +61,8 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if getattr(
-            jax.config, "jax_disable_jit", False
-        ):  # scans are Python loops then, with nothing to find
-            return fn(*args, **kwargs)
+        if getattr(jax.config, "jax_disable_jit", False):
+            return fn(*args, **kwargs)  # scans are Python loops then, with nothing to find
         leaves, tree = jax.tree.flatten((args, kwargs))
         traced = [isinstance(leaf, jax.Array) for leaf in leaves]
         static_out: Any = None
@@ -144,6 +142,7 @@ def _chosen(found: find.Found, choice: Choice, label: str) -> list[tuple[LayerSt
 
 
 def as_stack(eqn: Any, policy: Policy | Plan) -> Stack:
+    """A scan equation as a stack under this policy."""
     scan = _jax.scan_parts(eqn)
     body = Body(scan.body, scan.num_consts, scan.num_carry)
     return Stack(Form(body, scan.length, scan.reverse, scan.unroll), policy)

@@ -8,7 +8,8 @@ has the same size for any number of layers.
 
 The forward pass is the schedule's first sweep.  It keeps the last layer's tape,
 with which the way down starts; so the evaluations are those of the published
-schedule, none more.
+schedule, none more.  (Where some ys turn out to have no cotangents, that tape is of
+another layer than the one to be pulled, and is made again.)
 """
 
 from collections.abc import Sequence

@@ -22,12 +22,12 @@ def start(layer: Layer, args: Sequence[Any], ct_carry: Sequence[Any]) -> Cotange
     """The state before the last layer; a cotangent of the carry may be None for zero."""
     consts, init, xs = layer.body.split_in(args)
     return Cotangents(
-        [_jax.zeros_like(c) for c, wrt in zip(consts, layer.wrt_consts, strict=True) if wrt],
+        [_jax.zeros_like(c) for c in _only(consts, layer.wrt_consts)],
         [
             _jax.zeros_like(c) if ct is None else ct
             for c, ct in zip(_only(init, layer.wrt_carry), ct_carry, strict=True)
         ],
-        [_jax.zeros_like(x) for x, wrt in zip(xs, layer.wrt_x, strict=True) if wrt],
+        [_jax.zeros_like(x) for x in _only(xs, layer.wrt_x)],
     )
 
 
