@@ -28,6 +28,8 @@ Aval = Any
 
 # The name scope of checkpoints that a policy put around layers.
 PLANNED = "jaxmem_policy"
+# jax's own name scope of what `jax.checkpoint` computes again.
+RECOMPUTED = "rematted_computation"
 
 # ---------------------------------------------------------------- jaxprs
 
@@ -65,6 +67,11 @@ def scan_parts(eqn: Eqn) -> Scan:
 def is_scan(eqn: Eqn) -> bool:
     """Whether an equation is a `lax.scan`."""
     return eqn.primitive is scan_p
+
+
+def is_jit(eqn: Eqn) -> bool:
+    """Whether an equation is a call that `jax.jit` made."""
+    return eqn.primitive is jit_p
 
 
 def as_closed(jaxpr: Any) -> ClosedJaxpr:

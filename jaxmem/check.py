@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxmem import _jax, find
+from jaxmem import _jax, find, tracing
 from jaxmem.choose import choose
 from jaxmem.errors import NoEffectWarning, OffloadWarning, warn
 from jaxmem.find import LayerStack
@@ -73,7 +73,7 @@ def effect(policy: Policy | Plan) -> None:
     layer = _of_layer(policy)
     to_host = isinstance(layer, Offload) or (isinstance(policy, Plan) and policy.carries == "host")
     to_host |= isinstance(layer, LayerPolicy) and layer.offloads
-    if to_host and jax.default_backend() == "cpu":
+    if to_host and tracing.platform() == "cpu":
         warn(
             "offload: on the cpu backend, the default here, device and host memory are one, so "
             "nothing is saved; the numbers are the same",
@@ -85,6 +85,21 @@ def effect(policy: Policy | Plan) -> None:
             'everything"; switch the flag off or use a newer jax',
             NoEffectWarning,
         )
+
+
+def twice(found: Sequence[tuple[LayerStack, Any]]) -> None:
+    """Notes the stacks whose layers are checkpointed as they stand."""
+    for info, eqn in found:
+        if _has_checkpoint(_jax.scan_parts(eqn).body):
+            tracing.note_twice(info.source)
+
+
+def _has_checkpoint(body: ClosedJaxpr) -> bool:
+    return any(
+        _jax.checkpointed_by(eqn) is not None
+        or (_jax.is_jit(eqn) and _has_checkpoint(eqn.params["jaxpr"]))
+        for eqn in body.jaxpr.eqns
+    )
 
 
 def gradients(found: Sequence[LayerStack], label: str) -> None:

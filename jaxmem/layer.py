@@ -71,6 +71,7 @@ class Layer:
     Attributes:
       body, wrt: what it was made of.
       linearised: the jaxpr from the layer's inputs to its outputs and all residuals.
+      taped: (consts, carry, x) -> `tape` with the y, under a jit.
     """
 
     def __init__(self, body: Body, wrt: Wrt) -> None:
@@ -78,6 +79,9 @@ class Layer:
         self.wrt = wrt
         self.wrt_consts, self.wrt_carry, self.wrt_x = body.split_in(wrt.ins)
         self._trace()
+        # For schedules that tape a layer in several places: traced and lowered once, and
+        # gone again before anything is optimised.
+        self.taped = jax.jit(functools.partial(self.tape, with_y=True))
 
     def problem(self, length: int) -> Problem:
         """The sizes of a stack of such layers."""

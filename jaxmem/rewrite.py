@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jaxmem import _jax, check, find
+from jaxmem import _jax, check, find, tracing
 from jaxmem.choose import choose, needs_sizes
 from jaxmem.errors import NoStackWarning, check_positive, warn
 from jaxmem.execute import Form
@@ -94,6 +94,8 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
 
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: str) -> list[Any]:
     """Evaluate a jaxpr with the policy applied to its stacks."""
+    choice = dataclasses.replace(choice, policy=tracing.policy_instead(choice.policy))
+    tracing.note_region()
     if isinstance(choice.policy, NoRemat):
         return _jax.evaluate(closed, args)
     found = find.find(closed)
@@ -107,6 +109,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     check.gradients([info for info, _ in chosen], label)
     for info, eqn in chosen:
         check.stack(info, eqn, choice.policy)
+    check.twice(chosen)
     targets = {id(eqn) for _, eqn in chosen}
 
     def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
@@ -153,6 +156,7 @@ def _run(stack: Stack, operands: list[Any]) -> list[Any]:
     if not needs_sizes(stack.policy):
         plan = choose(stack.policy, Problem(stack.form.length))
         if run := native(plan):
+            tracing.note_plan(stack.policy, plan)
             return run(stack.form, operands)
     return _jax.bind_stack(stack, operands)
 

@@ -22,6 +22,7 @@ from jaxmem.execute import Form, Schedule, checkpointed, nested, plain, schedule
 from jaxmem.layer import Layer, Wrt, differentiated
 from jaxmem.plan import Plan
 from jaxmem.policies import Policy
+from jaxmem.tracing import note_plan
 
 # ---------------------------------------------------------------- API
 
@@ -89,6 +90,7 @@ class Stack:
         """Results and their tangents; a tangent is None for zero."""
         layer = self.layer([t is not None for t in tangents])
         plan = self.plan(layer)
+        note_plan(self.policy, plan)
         if plan.kind == "none":
             outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]

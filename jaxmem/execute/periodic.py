@@ -13,10 +13,12 @@ last segment is shorter; it has its own copy of the loop.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmem._jax import RECOMPUTED
 from jaxmem.execute.forms import CARRY_NAME, Form
 from jaxmem.execute.state import Cotangents, buffer, load, pull, start, store
 from jaxmem.layer import Layer
@@ -118,12 +120,14 @@ class _Descent:
         if lengths:
             return self.layers(first, n, lengths[1:], carry, state)
         if n == 1:
-            _, _, tape = self.layer.tape(self.consts, carry, self.form.at(self.xs, first))
+            with jax.named_scope(RECOMPUTED):
+                _, _, tape = self.layer.tape(self.consts, carry, self.form.at(self.xs, first))
             return self.pull(state, first, tape)
 
         def replay(carry: Any, i: Any) -> Any:
             x = self.form.at(self.xs, first + i)
-            carry, _, tape = self.layer.tape(self.consts, carry, x)
+            with jax.named_scope(RECOMPUTED):
+                carry, _, tape = self.layer.tape(self.consts, carry, x)
             return carry, tape
 
         steps = jnp.arange(n, dtype=jnp.int32)
@@ -145,7 +149,9 @@ class _Descent:
 
         def step(state: Any, i: Any) -> Any:
             carry, begins = state
-            carry = self.layer.step(self.consts, carry, self.form.at(self.xs, first + i))
+            x = self.form.at(self.xs, first + i)
+            with jax.named_scope(RECOMPUTED):
+                carry = self.layer.step(self.consts, carry, x)
             return (carry, store(begins, carry, i // size + 1)), None
 
         (_, begins), _ = lax.scan(

@@ -56,7 +56,7 @@ def forward(form: Form, layer: Layer, slots: int, args: Sequence[Any]) -> tuple[
         jnp.arange(last, dtype=jnp.int32),
         unroll=form.unrolled(last),
     )
-    carry, y, tape = layer.tape(consts, carry, form.at(xs, last), with_y=True)
+    carry, y, tape = layer.taped(consts, carry, form.at(xs, last))
     kept = [checkpoint_name(k, CARRY_NAME) for k in kept]
     return [*carry, *write(ys, y, last)], (kept, tape)
 
@@ -105,12 +105,16 @@ def backward(
 
         def advance(i: Any, at: Any) -> Any:
             carry, carries = at
-            carry = layer.step(consts, carry, form.at(xs, i))
+            x = form.at(xs, i)
+            with jax.named_scope(_jax.RECOMPUTED):
+                carry = layer.step(consts, carry, x)
             return carry, _keep(carries, carry, i + 1, row["held"])
 
         begin = load(carries, row["slot"])
         carry, carries = lax.fori_loop(row["from"], row["layer"], advance, (begin, carries))
-        _, _, tape = layer.tape(consts, carry, form.at(xs, row["layer"]))
+        x = form.at(xs, row["layer"])
+        with jax.named_scope(_jax.RECOMPUTED):
+            _, _, tape = layer.taped(consts, carry, x)
         state = down_one(state, row["layer"], tape)
         return (state, carries), None
 

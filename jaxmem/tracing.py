@@ -1,0 +1,122 @@
+"""What holds while a function is traced: another policy than its decorators', a record of plans.
+
+Both are part of the key of jax's own trace caches, so that a function already
+traced under other circumstances is traced again.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxmem import policies
+from jaxmem.plan import Plan
+from jaxmem.policies import Policy
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """What was decided while it was open.
+
+    Attributes:
+      regions: how many decorated regions with stacks in them were traced.
+      plans: each differentiated stack's policy and plan, in the order of tracing.
+      twice: lines of the stacks whose layers are under `jax.checkpoint` as well.
+    """
+
+    regions: int = 0
+    plans: list[tuple[Policy | Plan, Plan]] = dataclasses.field(default_factory=list)
+    twice: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Circumstances:
+    policy: Policy | None = None
+    record: Record | None = None
+    platform: str | None = None
+
+
+_circumstances = jax.make_user_context(default_value=_Circumstances())
+
+# ---------------------------------------------------------------- API
+
+
+@contextlib.contextmanager
+def use_policy(policy: Any, **options: Any) -> Iterator[None]:
+    """While open, every decorated stack is traced with this policy instead of its own.
+
+    For sweeps and comparisons: the code stays as it is.  Which stacks a
+    decorator means (``where=``, ``min_length=``) stays, too.  A function that
+    jax has compiled before is compiled again.
+
+    Args:
+      policy: as `jaxmem.remat` takes it: a name or a policy of `jaxmem.policies`.
+      **options: of a policy given by name.
+
+    Raises:
+      TypeError, ValueError: as `jaxmem.remat` does for the policy; a `Plan` is
+        refused, as it fits one stack only.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> @jaxmem.remat_sqrt
+    ... def model(weights, h):
+    ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+    >>> arrays = jnp.ones((64, 4, 4)), jnp.ones(4)
+    >>> with jaxmem.use_policy("revolve", slots=4):
+    ...     print(jaxmem.stacks(model, *arrays)[0].policy)
+    Revolve(slots=4)
+    """
+    if isinstance(policy, Plan):
+        raise TypeError(
+            "use_policy takes a policy, which fits every stack; a Plan fits stacks of one length: "
+            "pass it to the decorator of that stack"
+        )
+    parsed = policies.parse(policy, **options)
+    with _circumstances(dataclasses.replace(_circumstances.value, policy=parsed)):
+        yield
+
+
+@contextlib.contextmanager
+def recording(platform: str | None = None) -> Iterator[Record]:
+    """While open, what is decided about stacks is written into the record.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu" if the program is for that and not for the default backend.
+    """
+    record = Record()
+    now = dataclasses.replace(_circumstances.value, record=record, platform=platform)
+    with _circumstances(now):
+        yield record
+
+
+def platform() -> str:
+    """What the program that is traced will run on, as far as is known."""
+    return _circumstances.value.platform or jax.default_backend()
+
+
+def policy_instead(policy: Policy | Plan) -> Policy | Plan:
+    """The policy to use for a stack that is decorated with this one."""
+    instead = _circumstances.value.policy
+    return policy if instead is None else instead
+
+
+def note_region() -> None:
+    """A decorated region with a stack in it is traced."""
+    if (record := _circumstances.value.record) is not None:
+        record.regions += 1
+
+
+def note_plan(policy: Policy | Plan, plan: Plan) -> None:
+    """A stack under this policy got this plan."""
+    if (record := _circumstances.value.record) is not None:
+        record.plans.append((policy, plan))
+
+
+def note_twice(line: str) -> None:
+    """A stack that gets a policy has layers that are checkpointed already."""
+    if (record := _circumstances.value.record) is not None:
+        record.twice.append(line)
