@@ -1,0 +1,131 @@
+"""What a compiler says when it does not compile: programs too large, and everything else.
+
+A TPU's compiler refuses a program that is too large, and says in one of several
+ways how large it is.  That is a result, not an error.  By then it has placed all
+buffers, so its own table of them, where there is one, gives the same sum to the byte.
+"""
+
+import dataclasses
+import re
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class TooLarge:
+    """How much a program would need, in bytes.
+
+    Attributes:
+      required: by all buffers in this memory.
+      available: of it.
+      space: which memory: "hbm", the device's own, or one on the chip, as "vmem".
+      message: the compiler's first line.
+    """
+
+    required: int
+    available: int
+    space: str
+    message: str
+
+
+# ---------------------------------------------------------------- API
+
+
+def too_large(message: str) -> TooLarge | None:
+    """What a compiler's refusal says of sizes; None if it is no refusal of that kind.
+
+    >>> too_large(
+    ...     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+    ...     "temporaries (104.00G) exceeds available HBM (15.75G)."
+    ... ).required // 2**30
+    104
+    """
+    if not message.startswith("RESOURCE_EXHAUSTED"):
+        return None
+    for pattern in _PATTERNS:
+        if match := pattern.search(message):
+            found = match.groupdict()
+            space = found.get("space") or _space_named_in(message)
+            return TooLarge(
+                _bytes(found["required"]),
+                _bytes(found["available"]),
+                space.casefold(),
+                first_line(message),
+            )
+    return None
+
+
+def unassembled(message: str) -> bool:
+    """Whether a compiler for a GPU was done, but for the last step: making code of its assembly.
+
+    That wants programs of NVIDIA's (ptxas, libdevice), 120 MB which nothing else here needs:
+    by then all buffers have their places, which are the same with and without.
+    """
+    return any(mark in message for mark in _NO_ASSEMBLER)
+
+
+def stats_of(assignment: str, platform: str) -> dict[str, int | None]:
+    """The compiler's sums, from its table of allocations, for a program that it gave up.
+
+    Memory spaces are told apart by their colors: on a TPU all but two are on the chip.
+    """
+    sums = dict.fromkeys((f"{place}{kind}_bytes" for place in ("", "host_") for kind in _KINDS), 0)
+    for size, color, rest in _ALLOCATION.findall(assignment):
+        on_host = color == _HOST_COLOR
+        if platform == "tpu" and color and not on_host:
+            continue
+        if platform == "gpu" and _COUNTED_WITH_CODE.search(rest):
+            continue
+        is_argument, is_output = "parameter " in rest, "maybe-live-out" in rest
+        for kind, counts in (
+            ("argument", is_argument),
+            ("output", is_output),
+            ("alias", is_argument and is_output),
+            ("temp", not is_argument and not is_output),
+        ):
+            sums[f"{'host_' * on_host}{kind}_bytes"] += int(size) * counts
+    return {**sums, "code_bytes": 0, "peak_bytes": None}
+
+
+def first_line(message: str) -> str:
+    """The first line of a compiler's message that says something."""
+    lines = [line.strip() for line in message.splitlines()]
+    said = [line for line in lines if line and not _EMPTY.fullmatch(line)]
+    return said[0] if said else message.strip()
+
+
+# ---------------------------------------------------------------- implementation
+
+_KINDS = ("argument", "output", "alias", "temp")
+_HOST_COLOR = "5"
+_COUNTED_WITH_CODE = re.compile(r"\b(?:constant|thread-local):")
+_NO_ASSEMBLER = ("libdevice not found", "No PTX compilation provider", "ptxas too old")
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:color (\d+), )?([^\n]*)", re.MULTILINE)
+_SIZE = r"\d+(?:\.\d+)?[KMGTP]?B?"
+_PATTERNS = tuple(
+    re.compile(pattern.replace("SIZE", _SIZE))
+    for pattern in (
+        # "Ran out of memory on HBM, the total memory required for HLO temporaries (20.00G)
+        # exceeds available HBM (15.75G)"; the total has arguments and results in it.
+        r"required for [\w ]+ \((?P<required>SIZE)\) exceeds available (?P<space>\w+) "
+        r"\((?P<available>SIZE)\)",
+        # "Ran out of memory in memory space vmem. Used 64.00M of 63.94M vmem."
+        r"Used (?P<required>SIZE) of (?P<available>SIZE) (?P<space>\w+)",
+        # "… in memory space vmem … Scoped allocation with size 64.00M and limit 16.00M"
+        r"allocation with size (?P<required>SIZE) and limit (?P<available>SIZE)",
+        # "Allocation (size=268435456) would exceed memory (size=134217728) :: … space=vmem"
+        r"\(size=(?P<required>SIZE)\) would exceed memory \(size=(?P<available>SIZE)\)",
+    )
+)
+# A line that is nothing but a status: "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:"
+_EMPTY = re.compile(r"(?:[\w.]+:\s*)*")
+
+
+def _space_named_in(message: str) -> str:
+    match = re.search(r"memory space (\w+)|space=(\w+)", message)
+    return next(filter(None, match.groups()), "") if match else ""
+
+
+def _bytes(text: str) -> int:
+    number, unit = re.fullmatch(r"([\d.]+)([KMGTP]?)B?", text).groups()  # type: ignore[union-attr]
+    return round(float(number) * 1024 ** (" KMGTP".index(unit) if unit else 0))
