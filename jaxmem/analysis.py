@@ -1,0 +1,213 @@
+"""What the texts of a compiled program say of its memory and of its matrix work.
+
+Three texts go in: the optimized HLO, the buffer assignment and the live ranges.
+What comes out is small, plain and JSON-able, so that reports can be kept on disk.
+No jax is needed here, and no device.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmem import hlo, naming
+from jaxmem.buffers import (
+    Buffer,
+    Loop,
+    Place,
+    Schedule,
+    Timeline,
+    allocations,
+    place,
+    schedule,
+)
+from jaxmem.hlo_flops import matmul_flops
+from jaxmem.hlo_loops import trip_count
+from jaxmem.liveness import live_bytes, thinned
+from jaxmem.peak import rows
+from jaxmem.records import from_data, to_data
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """What was found; all bytes are those of one device.
+
+    Attributes:
+      buffers: what is alive at the peak, largest first, in device memory or elsewhere.
+      small_bytes: those in device memory that are not listed: below 1 KiB, and tables of pointers.
+      timeline: live bytes in device memory.
+      live_peak_bytes: their highest; the listed buffers on the device and `small_bytes` sum to it.
+      space_bytes: what is allocated on the "device", "on-chip" and on the "host".
+      parameter_bytes: what is allocated for each argument, by its number.
+      constant_bytes: of it on the device for arrays that the program has in itself.  A compiler
+        for CPU or GPU leaves them out of its own sums, and one for TPU counts them as code.
+      heap_bytes: the device memory in which temporaries find their places.
+      fragmentation_bytes: how much of that is never in use at one time.
+      matmul_flops: of matrix products and convolutions, loops times their trip counts.
+      recomputed_matmul_flops: those of it that `jax.checkpoint` asked to do again.
+      unknown_loops: loops with such work whose trip count is not visible; counted once.
+      xla_remat_instructions: what the compiler itself decided to compute again.
+      xla_remat_bytes: bytes of their results.
+      custom_call_targets: names of libraries' and kernels' functions, sorted.
+      padding_bytes: of the buffers in device memory at the peak.
+      has_convolution: whether there are convolutions with a window, which on a GPU are cuDNN's.
+    """
+
+    buffers: tuple[Buffer, ...]
+    small_bytes: int
+    timeline: Timeline
+    live_peak_bytes: int
+    space_bytes: dict[str, int] = dataclasses.field(hash=False)
+    parameter_bytes: dict[int, int] = dataclasses.field(hash=False)
+    constant_bytes: int
+    heap_bytes: int
+    fragmentation_bytes: int
+    matmul_flops: int
+    recomputed_matmul_flops: int
+    unknown_loops: int
+    xla_remat_instructions: int
+    xla_remat_bytes: int
+    custom_call_targets: tuple[str, ...]
+    padding_bytes: int
+    has_convolution: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As what `json` writes."""
+        return {
+            **to_data(self),
+            "parameter_bytes": {str(k): size for k, size in self.parameter_bytes.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Analysis":
+        """What `to_dict` gave.
+
+        Raises:
+          ValueError: it is not of that form; says where.
+        """
+        found = from_data(cls, data)
+        if bad := [k for k in found.parameter_bytes if not str(k).isdecimal()]:
+            raise ValueError(f"parameter_bytes: expected numbers of arguments, got {bad[0]!r}")
+        numbered = {int(k): size for k, size in found.parameter_bytes.items()}
+        return dataclasses.replace(found, parameter_bytes=numbered)
+
+
+# ---------------------------------------------------------------- API
+
+
+def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
+    """Read what a compiler says of a program.
+
+    Args:
+      hlo_text: optimized HLO, `compiled.as_text()`.
+      assignment: the "…-buffer-assignment.txt" of its dump.
+      live_range: the "…-live-range.txt".
+
+    Raises:
+      ValueError: a text is not what it should be; says which.
+    """
+    module = hlo.parse(hlo_text)
+    found = [a for a in allocations(assignment) if not a.thread_local]
+    order = schedule(live_range)
+    spaces: dict[Place, int] = {"device": 0, "on-chip": 0, "host": 0}
+    parameters: dict[int, int] = {}
+    for allocation in found:
+        spaces[place(allocation.color, module.tiled)] += allocation.size
+        if allocation.parameter is not None:
+            before = parameters.get(allocation.parameter, 0)
+            parameters[allocation.parameter] = before + allocation.size
+    on_device = [a for a in found if place(a.color, module.tiled) == "device"]
+    points = live_bytes(on_device, order)
+    peak_step, peak = max(points, key=lambda point: (point[1], -point[0]))
+    heap = sum(a.size for a in on_device if not a.lasting)
+    fixed = sum(a.size for a in on_device if a.lasting)
+    buffers = rows(module, found, order, peak_step)
+    listed = [b for b in buffers if b.place == "device"]
+    flops, recomputed, unknown = matmul_flops(module)
+    remade = _made_again(module, order)
+    return Analysis(
+        buffers=buffers,
+        small_bytes=peak - sum(b.bytes for b in listed),
+        timeline=_timeline(module, order, points, peak_step),
+        live_peak_bytes=peak,
+        space_bytes={**spaces},
+        parameter_bytes=dict(sorted(parameters.items())),
+        constant_bytes=sum(a.size for a in on_device if a.constant),
+        heap_bytes=heap,
+        fragmentation_bytes=heap - (peak - fixed),
+        matmul_flops=flops,
+        recomputed_matmul_flops=recomputed,
+        unknown_loops=unknown,
+        xla_remat_instructions=len(remade),
+        xla_remat_bytes=sum(i.shape.bytes for i in remade),
+        custom_call_targets=_targets(module),
+        padding_bytes=sum(b.padding_bytes for b in listed),
+        has_convolution=_has_convolution(module),
+    )
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _timeline(
+    module: hlo.Module, order: Schedule, points: Sequence[tuple[int, int]], peak_step: int
+) -> Timeline:
+    length = max(len(order.order), 1)
+    kept = thinned(points, length)
+    return Timeline(
+        steps=tuple(step for step, _ in kept),
+        bytes=tuple(height for _, height in kept),
+        loops=_loops(module, order),
+        peak_step=peak_step,
+        peak_instruction=order.order[peak_step] if peak_step < len(order.order) else "",
+        length=length,
+    )
+
+
+def _loops(module: hlo.Module, order: Schedule) -> tuple[Loop, ...]:
+    position = {name: step for step, name in enumerate(order.order)}
+    starts: dict[str, int] = {}
+    found = []
+    for step, name in enumerate(order.order):
+        loop = module.instructions.get(name)
+        if loop is None or loop.opcode != "while":
+            continue
+        parts = [module.body(loop, attribute) for attribute in ("condition", "body")]
+        names = [i.name for part in parts if part for i in part.instructions]
+        # A loop within may stand before anything else of the body.
+        begins = [starts.get(n, position[n]) for n in names if n in position]
+        starts[name] = min(begins, default=step)
+        found.append(Loop(starts[name], step, trip_count(module, loop), _loop_name(module, loop)))
+    return tuple(sorted(found, key=lambda loop: (loop.start, -loop.end)))
+
+
+def _loop_name(module: hlo.Module, loop: hlo.Instruction) -> str:
+    """Its scopes, or else the function that it is in; and its direction."""
+    function = re.search(r"\((.*)\)$", naming.source(module, loop))
+    name = naming.scopes(loop.op_name) or (function[1] if function else "")
+    _, _, direction = naming.operation(loop.op_name).partition(" ")
+    return f"{name} {direction}".strip()
+
+
+def _made_again(module: hlo.Module, order: Schedule) -> list[hlo.Instruction]:
+    """What the compiler copied to compute it again; it says so in the names."""
+    made = (module.instructions.get(name) for name in order.order if ".remat" in name)
+    return [i for i in made if i is not None and i.opcode not in _NO_WORK]
+
+
+_NO_WORK = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
+
+
+def _targets(module: hlo.Module) -> tuple[str, ...]:
+    calls = (i for i in module.instructions.values() if i.opcode.startswith("custom-call"))
+    return tuple(sorted({call.target for call in calls}))
+
+
+def _has_convolution(module: hlo.Module) -> bool:
+    return any(
+        (i.opcode == "convolution" and "window={" in i.attributes)
+        or (i.opcode == "custom-call" and i.target.startswith("__cudnn$conv"))
+        for i in module.instructions.values()
+    )

@@ -1,0 +1,257 @@
+"""Optimized HLO text, as `compiled.as_text()` prints it, as plain data.
+
+Line by line and no deeper than asked: an instruction keeps its attributes as text
+until one of them is wanted, so that megabytes take a fraction of a second.  What is
+read here is the same on every backend and in jax 0.10 to 0.12; what follows from it
+is in `hlo_loops`, `hlo_flops`, `hlo_values` and `naming`.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+from jaxmem.hlo_shapes import Shape, shape
+
+# ---------------------------------------------------------------- types
+
+
+class Instruction:
+    """One line of HLO.
+
+    Attributes:
+      name: unique in the module, without the percent sign.
+      opcode: such as "dot" or "get-tuple-element".
+      root: whether it is what its computation returns.
+      inside: what stands in its parentheses.
+      attributes: the rest of the line.
+    """
+
+    __slots__ = ("_shape", "attributes", "inside", "name", "opcode", "root")
+
+    def __init__(self, match: re.Match[str]) -> None:
+        root, self.name, self._shape, self.opcode, rest = match.groups()
+        self.root = root is not None
+        end = _closing(rest)
+        self.inside, self.attributes = rest[:end], rest[end + 1 :]
+
+    @property
+    def shape(self) -> Shape:
+        return shape(self._shape)
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return _NAME.findall(self.inside)
+
+    def called(self, attribute: str) -> list[str]:
+        """Names of the computations under an attribute: "calls", "body", "branch_computations"."""
+        match = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[^\s,]+)", self.attributes)
+        return _NAME.findall(match[1]) if match else []
+
+    def all_called(self) -> list[str]:
+        """Names of all computations it calls, in the order in which they stand."""
+        return [name for part in _CALLED.findall(self.attributes) for name in _NAME.findall(part)]
+
+    @property
+    def op_name(self) -> str:
+        """Where jax says that it comes from, such as "jit(step)/Dense_0/dot_general"."""
+        match = _OP_NAME.search(self.attributes)
+        return _ESCAPED.sub(r"\1", match[1]) if match else ""
+
+    @property
+    def number(self) -> int:
+        """Position of a parameter, or index of a get-tuple-element."""
+        if self.opcode == "parameter":
+            return int(self.inside)
+        match = re.search(r"\bindex=(\d+)", self.attributes)
+        return int(match[1]) if match else 0
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        match = re.search(r'\bcustom_call_target="([^"]*)"', self.attributes)
+        return match[1] if match else ""
+
+    def __repr__(self) -> str:
+        return f"<Instruction {self.name} = {self._shape} {self.opcode}({self.inside})>"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computation:
+    """Instructions in the order in which they stand, which in optimized HLO is the schedule."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def root(self) -> Instruction:
+        return next((i for i in reversed(self.instructions) if i.root), self.instructions[-1])
+
+    def parameter(self, number: int) -> Instruction | None:
+        found = (i for i in self.instructions if i.opcode == "parameter" and i.number == number)
+        return next(found, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One line of a Python stack: who called it is `parent`, None for the outermost."""
+
+    file: str
+    line: int
+    function: str
+    parent: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+      computations: by name.
+      entry: the name of the one that is run.
+      instructions: of all computations, by name.
+      home: the name of the computation that an instruction is in, by its name.
+      frames: stack frames by number.
+      tiled: whether shapes have tiles, which only those of TPUs have.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+    instructions: dict[str, Instruction]
+    home: dict[str, str]
+    frames: dict[int, Frame]
+    tiled: bool
+
+    @functools.cached_property
+    def callers(self) -> dict[str, list[Instruction]]:
+        """The instructions that call a computation, by its name."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            if "=%" in instruction.attributes or "={%" in instruction.attributes:
+                for name in instruction.all_called():
+                    found.setdefault(name, []).append(instruction)
+        return found
+
+    def operand(self, instruction: Instruction, number: int = 0) -> Instruction | None:
+        """The instruction that makes an operand, None if there is none of that number."""
+        names = instruction.operands
+        return self.instructions.get(names[number]) if number < len(names) else None
+
+    def body(self, instruction: Instruction, attribute: str = "calls") -> Computation | None:
+        """The computation under an attribute."""
+        names = instruction.called(attribute)
+        return self.computations.get(names[0]) if names else None
+
+
+# ---------------------------------------------------------------- API
+
+
+def parse(text: str) -> Module:
+    """Read the text of a module.
+
+    Raises:
+      ValueError: there is no entry computation in it.
+
+    >>> module = parse('''HloModule jit_f
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0), metadata={op_name="x"}
+    ...   ROOT %sin.1 = f32[8]{0} sine(%x), metadata={op_name="jit(f)/sin"}
+    ... }''')
+    >>> [(i.name, i.opcode, i.operands) for i in module.instructions.values()]
+    [('x', 'parameter', []), ('sin.1', 'sine', ['x'])]
+    """
+    computations: dict[str, Computation] = {}
+    tables: dict[str, list[str]] = {}
+    entry, table = "", None
+    name, lines = None, []
+    for line in text.splitlines():
+        if name is not None:
+            if line.startswith("}"):
+                computations[name] = Computation(name, tuple(lines))
+                name = None
+            elif match := _INSTRUCTION.match(line):
+                lines.append(Instruction(match))
+        elif line.endswith("{") and (match := _HEADER.match(line)):
+            name, lines, table = match[2], [], None
+            if match[1]:
+                entry = name
+        elif line in _TABLES:
+            table = tables.setdefault(line, [])
+        elif table is not None and line:
+            table.append(line)
+    if entry not in computations:
+        raise ValueError(
+            "no entry computation in the compiler's program text; is it the text of an HLO module, "
+            "whole, as compiled.as_text() gives it?"
+        )
+    found = [(i, c.name) for c in computations.values() for i in c.instructions]
+    return Module(
+        computations=computations,
+        entry=entry,
+        instructions={i.name: i for i, _ in found},
+        home={i.name: home for i, home in found},
+        frames=_frames(tables),
+        tiled=any(":T(" in i._shape for i in computations[entry].instructions),
+    )
+
+
+# ---------------------------------------------------------------- implementation
+
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")
+# A tuple's shape ends at the first parenthesis that an opcode follows.
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation"
+    r"|called_computations|select|scatter|comparator)=(\{[^}]*\}|%[^\s,]+)"
+)
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+def _closing(rest: str) -> int:
+    """Where the parenthesis closes that stands open at the beginning."""
+    end = rest.find(")")
+    if rest.find("(", 0, end) < 0:
+        return end if end >= 0 else len(rest)
+    depth = 1
+    for match in re.finditer(r"[()]", rest):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(rest)
+
+
+def _frames(tables: dict[str, list[str]]) -> dict[int, Frame]:
+    def texts(table: str) -> dict[int, str]:
+        rows = (line.split(" ", 1) for line in tables.get(table, ()))
+        return {int(number): text.strip('"') for number, text in rows}
+
+    def numbers(table: str) -> Iterator[tuple[int, dict[str, int]]]:
+        for line in tables.get(table, ()):
+            number, fields = line.split(" ", 1)
+            yield int(number), {key: int(value) for key, value in _FIELD.findall(fields)}
+
+    files, functions = texts("FileNames"), texts("FunctionNames")
+    locations = dict(numbers("FileLocations"))
+    found: dict[int, Frame] = {}
+    # Parents are counted from one more than frames are: the outermost, frame 1, has
+    # "parent 1", and frame 2, called by it, has "parent 2".  A parent is always listed
+    # before what it calls, so the first frame tells by how much they are apart.
+    apart = None
+    for number, fields in numbers("StackFrames"):
+        parent = fields.get("parent_frame_id", 0)
+        apart = parent if apart is None else apart
+        location = locations.get(fields.get("file_location_id", 0), {})
+        found[number] = Frame(
+            file=files.get(location.get("file_name_id", 0), ""),
+            line=location.get("line", 0),
+            function=functions.get(location.get("function_name_id", 0), ""),
+            parent=parent - apart if parent - apart > 0 else None,
+        )
+    return found
+
+
+_FIELD = re.compile(r"(\w+)=(-?\d+)")

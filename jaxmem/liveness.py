@@ -1,0 +1,121 @@
+"""Live bytes along a compiled program.
+
+Arguments, results and constants are there all the time.  The rest lies in
+allocations that values share: what is live of them at a step is the union of the
+places of the values that are live then, since one value may be updated in place
+under several names.  (Area of a union of rectangles: Bentley's sweep over time
+with a tree over addresses.)
+"""
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+from jaxmem.buffers import Allocation, Schedule, Value
+
+# ---------------------------------------------------------------- API
+
+
+def live_bytes(allocations: Iterable[Allocation], schedule: Schedule) -> list[tuple[int, int]]:
+    """Bytes that are live in some allocations, as (step, bytes from there on), changes only."""
+    fixed, base = 0, 0
+    times: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for allocation in allocations:
+        if allocation.lasting:
+            fixed += allocation.size
+            continue
+        for value in allocation.values:
+            where = (base + value.offset, base + value.offset + value.size)
+            if value.size:
+                times.setdefault(where, []).append(live_range(value, schedule))
+        base += allocation.size
+    events: dict[int, list[tuple[int, int, int]]] = {}
+    for (low, high), ranges in times.items():
+        for start, end in _merged(ranges):
+            events.setdefault(start, []).append((low, high, 1))
+            events.setdefault(end + 1, []).append((low, high, -1))
+    covered = _Covered(sorted({edge for where in times for edge in where}))
+    found = [(0, fixed)]
+    length = max(len(schedule.order), 1)
+    for step in sorted(events):
+        for low, high, change in events[step]:
+            covered.add(low, high, change)
+        now = fixed + covered.length
+        if now != found[-1][1] and step < length:
+            if step == found[-1][0]:
+                found.pop()
+            found.append((step, now))
+    return found
+
+
+def live_range(value: Value, schedule: Schedule) -> tuple[int, int]:
+    """First and last step at which a value is needed; all of them if that is not known."""
+    whole = (0, len(schedule.order))
+    return schedule.ranges.get((value.name, value.index), whole)
+
+
+def thinned(
+    points: Sequence[tuple[int, int]], length: int, most: int = 2000
+) -> list[tuple[int, int]]:
+    """At most so many of the points, among them the highest: that of each stretch of steps."""
+    if len(points) <= most:
+        return list(points)
+    kept: dict[int, tuple[int, int]] = {}
+    for step, height in points:
+        stretch = step * most // max(length, 1)
+        if stretch not in kept or height > kept[stretch][1]:
+            kept[stretch] = (step, height)
+    first = kept[min(kept)]
+    return [(0, first[1]), *list(kept.values())[1:]]
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of time, those that touch or overlap joined."""
+    ranges.sort()
+    joined = [ranges[0]]
+    for start, end in ranges[1:]:
+        if start <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+class _Covered:
+    """How much of a line is covered, while spans are laid on it and taken away again.
+
+    A segment tree over the stretches between all edges: each node knows how many
+    spans cover all of it, and how much of it is covered.
+    """
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self.edges = edges
+        self.leaves = max(len(edges) - 1, 0)
+        self.spans = [0] * (4 * self.leaves)
+        self.lengths = [0] * (4 * self.leaves)
+
+    @property
+    def length(self) -> int:
+        return self.lengths[1] if self.leaves else 0
+
+    def add(self, low: int, high: int, change: int) -> None:
+        first, last = bisect.bisect_left(self.edges, low), bisect.bisect_left(self.edges, high)
+        self._add(1, 0, self.leaves, first, last, change)
+
+    def _add(self, node: int, low: int, high: int, first: int, last: int, change: int) -> None:
+        if first <= low and high <= last:
+            self.spans[node] += change
+        else:
+            middle = (low + high) // 2
+            if first < middle:
+                self._add(2 * node, low, middle, first, last, change)
+            if last > middle:
+                self._add(2 * node + 1, middle, high, first, last, change)
+        if self.spans[node]:
+            self.lengths[node] = self.edges[high] - self.edges[low]
+        elif high - low == 1:
+            self.lengths[node] = 0
+        else:
+            self.lengths[node] = self.lengths[2 * node] + self.lengths[2 * node + 1]

@@ -1,0 +1,235 @@
+"""What the values of a compiled program are to the person who wrote it.
+
+A compiler's buffer is called "loop_dynamic_update_slice_fusion.4".  What a reader
+wants is "tanh, model.py:12 (body), in Encoder/Block_0": the operation whose result
+is in it.  For the stacks that loops fill that is the operation whose result is
+*written*, so the way there goes through updates in place, fusions, loop carries,
+conversions and copies, to the instruction that computed something.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+import sysconfig
+
+from jaxmem.hlo import Frame, Instruction, Module
+from jaxmem.hlo_values import Value, update_of, way
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a value is.
+
+    Attributes:
+      name: of the operation, such as "tanh"; of an argument, jax's name of it.
+      source: the user's line, as "file.py:12 (function)"; empty if unknown.
+      module: the scopes around it, such as "Encoder/Block_0"; empty if there are none.
+      parameter: the number of the argument that it is, or is a copy of; else None.
+      rank: how telling this is: 3 for what a loop stacks up, 2 for a computed
+        value, 1 for an argument, 0 for room or zeros to be written over.
+    """
+
+    name: str
+    source: str
+    module: str
+    parameter: int | None
+    rank: int
+
+
+# ---------------------------------------------------------------- API
+
+
+def origin(module: Module, name: str, index: tuple[int, ...] = ()) -> Origin:
+    """What the value of an instruction is, or the part of it that an index names.
+
+    Args:
+      name: of the instruction.
+      index: into its tuple, such as (1,).
+    """
+    instruction = module.instructions.get(name)
+    if instruction is None:
+        return Origin(name, "", "", None, 0)
+    back, stacked = _back(module, (instruction, index))
+    made = back[-1][0]
+    if made.opcode == "parameter" and module.home[made.name] == module.entry:
+        return Origin(made.op_name or made.name, "", "", made.number, 3 if stacked else 1)
+    # Where the value is made says most; if jax knows nothing of that, what comes next does.
+    known = [one for one, _ in reversed(back) if one.op_name]
+    # Of several products made as one, the slice says which this is.
+    parts = (one for one in known if one.opcode == "slice")
+    part = next((o for o in parts if operation(o.op_name, plain=True) in _PRODUCTS.values()), None)
+    named = part or (known[0] if known else made)
+    text = named.op_name
+    if made.opcode in _PRODUCTS and operation(text, plain=True) in _DULL:
+        # The compiler folded what jax calls it after into the product.
+        text = f"{text.rpartition('/')[0]}/{_PRODUCTS[made.opcode]}"
+    rank = 0 if made.opcode in _ROOM or made.target == "AllocateBuffer" else 3 if stacked else 2
+    return Origin(
+        name=operation(text) if _says_what(text) else made.target or made.opcode,
+        source=source(module, named),
+        module=scopes(text),
+        parameter=None,
+        rank=rank,
+    )
+
+
+def operation(op_name: str, plain: bool = False) -> str:
+    """The operation at the end of an `op_name`.
+
+    Unless `plain`, it also says if that is done backwards, or done again.
+
+    >>> operation("jit(step)/jvp(Encoder)/Block_0/dot_general")
+    'dot_general'
+    >>> operation("jit(f)/transpose(jvp())/while/body/closed_call/checkpoint/transpose")
+    'transpose (backward)'
+    >>> operation("jit(f)/transpose(jvp())/checkpoint/rematted_computation/tanh")
+    'tanh (recomputed)'
+    """
+    parts = _split(op_name)
+    if not parts:
+        return ""
+    last = parts[-1]
+    while match := _WRAPPED.fullmatch(last):
+        last = match[2] or match[1]
+    if plain:
+        return last
+    if "rematted_computation" in parts:
+        return f"{last} (recomputed)"
+    return f"{last} (backward)" if "transpose(" in op_name else last
+
+
+def scopes(op_name: str) -> str:
+    """The readable part of an `op_name`: Flax modules and named scopes, without jax's own words.
+
+    >>> scopes("jit(step)/transpose(jvp(Encoder))/while/body/closed_call/Block_0/checkpoint/mul")
+    'Encoder/Block_0'
+    """
+    kept: list[str] = []
+    for part in _split(op_name)[:-1]:
+        while match := _WRAPPED.fullmatch(part):
+            # What jit wraps is a function, and what the others wrap a scope.
+            part = "" if match[1] in _FUNCTIONS else match[2]
+        words = part in _WORDS or _BRANCH.fullmatch(part) or "->" in part  # an einsum's formula
+        if part and not words and part not in kept[-1:]:
+            kept.append(part)
+    return "/".join(kept)
+
+
+def source(module: Module, instruction: Instruction) -> str:
+    """The innermost line of the user's code that an instruction comes from, "" if unknown."""
+    if match := _FRAME.search(instruction.attributes):
+        number: int | None = int(match[1])
+        seen: set[int] = set()
+        while number is not None and number not in seen and (frame := module.frames.get(number)):
+            if not in_library(frame.file):
+                return _line(frame)
+            seen.add(number)
+            number = frame.parent
+    elif (match := _INLINE.search(instruction.attributes)) and not in_library(match[1]):
+        return f"{os.path.basename(match[1])}:{match[2]}"
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def in_library(file: str) -> bool:
+    """Whether a file belongs to Python, to jaxmem, or to what writes layers for others.
+
+    >>> in_library("/venv/lib/python3.12/site-packages/flax/linen/linear.py")
+    True
+    >>> in_library("/venv/lib/python3.12/site-packages/mymodels/block.py")
+    False
+    """
+    path = file.replace("\\", "/")
+    if not path or (path.startswith(("<", _OWN, *_STANDARD)) and "-packages/" not in path):
+        return True
+    return _LIBRARY.search(path) is not None
+
+
+# ---------------------------------------------------------------- texts
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_INLINE = re.compile(r'\bsource_file="([^"]*)" source_line=(\d+)')
+_OWN = os.path.dirname(os.path.abspath(__file__)).replace("\\", "/") + "/"
+_STANDARD = tuple(
+    os.path.abspath(sysconfig.get_path(name)).replace("\\", "/") + "/"
+    for name in ("stdlib", "platstdlib")
+)
+# Programs may have been traced by another Python than this one, hence the second line.
+_LIBRARY = re.compile(
+    r"-packages/(?:jax|jaxlib|flax|optax|equinox|haiku|chex|jaxmem)/"
+    r"|/lib/python3\.\d+/(?!(?:site|dist)-packages/)"
+)
+_WRAPPED = re.compile(r"([\w.\-]+)\((.*)\)")
+_FUNCTIONS = frozenset({"jit", "pjit", "pmap", "xla_call"})
+_BRANCH = re.compile(r"branch_\d+_fun")
+_WORDS = _words(
+    """
+    body call_exported checkpoint closed_call cond core_call custom_jvp_call custom_lin
+    custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr named pjit remat remat2 rematted_computation
+    scan shard_map transpose while
+    """
+)
+
+
+def _split(op_name: str) -> list[str]:
+    """The parts between slashes; those in parentheses do not count."""
+    parts, depth, start = [], 0, 0
+    for match in _DIVIDERS.finditer(op_name):
+        if match[0] == "(":
+            depth += 1
+        elif match[0] == ")":
+            depth -= 1
+        elif depth == 0:
+            parts.append(op_name[start : match.start()])
+            start = match.end()
+    return [part for part in (*parts, op_name[start:]) if part]
+
+
+_DIVIDERS = re.compile(r"[()/]")
+
+
+def _line(frame: Frame) -> str:
+    function = frame.function.rsplit("<locals>.", 1)[-1]
+    return f"{os.path.basename(frame.file)}:{frame.line} ({function})"
+
+
+# ---------------------------------------------------------------- implementation
+
+_PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
+_DULL = ("", "convert_element_type", "reshape", "transpose")
+_ROOM = ("after-all", "broadcast", "constant", "iota", "tuple")
+_DEEPEST = 16
+
+
+def _back(module: Module, value: Value) -> tuple[list[Value], bool]:
+    """The way back to where a value is made, and whether it is a stack of such values."""
+    back, stacked = way(module, value), False
+    for _ in range(_DEEPEST):
+        last, index = back[-1]
+        if update := update_of(module, (last, index)):
+            # Loops in loops write stacks into stacks.
+            back += way(module, update)
+            stacked = True
+        elif last.opcode == "reduce" and operation(last.op_name, plain=True) in _DULL:
+            # The last part of a product that was cut along its contracted dimension.
+            operand = module.operand(last)
+            if operand is None:
+                break
+            back += way(module, (operand, ()))
+        else:
+            break
+    return back, stacked
+
+
+def _says_what(op_name: str) -> bool:
+    """Whether an `op_name` ends with an operation, and not with what jax wraps code in."""
+    last = _split(op_name)[-1:]
+    return bool(last) and last[0] not in _WORDS - {"transpose"} and "(" not in last[0]

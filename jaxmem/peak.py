@@ -1,0 +1,166 @@
+"""The buffers that are alive at one step of a compiled program: one row for each piece of memory.
+
+Values that share bytes are one row: a stack that a loop updates in place is, in the
+compiler's list, the room made for it, the loop's operand, result and parameter, and the
+update.  The row has the name that says most of these.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from jaxmem import hlo
+from jaxmem.buffers import Allocation, Buffer, Kind, Schedule, Value, place
+from jaxmem.hlo_shapes import shape as read_shape
+from jaxmem.liveness import live_range
+from jaxmem.naming import Origin, origin
+
+# What is smaller is of no interest.
+_LEAST = 1024
+
+# ---------------------------------------------------------------- API
+
+
+def rows(
+    module: hlo.Module, allocations: Iterable[Allocation], schedule: Schedule, step: int
+) -> tuple[Buffer, ...]:
+    """The buffers alive at a step, largest first; without small ones and tables of pointers."""
+    found: list[Buffer] = []
+    for allocation in allocations:
+        if allocation.lasting:
+            found += _lasting(module, allocation, schedule)
+        else:
+            found += _sharing(module, allocation, schedule, step)
+    return tuple(sorted(found, key=lambda row: (-row.bytes, row.instruction)))
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _named(module: hlo.Module, schedule: Schedule, value: Value) -> Origin:
+    """What a value is; one inside of an asynchronous operation, which the text does not
+    spell out, is what the operation is, whose start follows next in the schedule."""
+    name = value.name
+    if name not in module.instructions and name in schedule.order:
+        following = schedule.order[schedule.order.index(name) :]
+        name = next((other for other in following if other in module.instructions), name)
+        return origin(module, name)
+    return origin(module, name, value.index)
+
+
+def _lasting(module: hlo.Module, allocation: Allocation, schedule: Schedule) -> list[Buffer]:
+    """An argument, a result or a constant, which has an allocation of its own."""
+    if not allocation.values or allocation.size < _LEAST:
+        return []
+    if allocation.parameter is not None:
+        kind: Kind = "argument"
+        value = next((v for v in allocation.values if _is_parameter(module, v)), None)
+        value = value or allocation.values[0]
+        named = _named(module, schedule, value)
+    else:
+        kind = "constant" if allocation.constant else "output"
+        # A result's place may have served others before.
+        whole = [v for v in allocation.values if v.size == allocation.size] or allocation.values
+        last = [v for v in whole if live_range(v, schedule)[1] >= len(schedule.order)]
+        value, named = _best(module, schedule, last or whole)
+    row = _row(module, allocation, kind, allocation.size, value, named, value)
+    return [row] if row else []
+
+
+def _is_parameter(module: hlo.Module, value: Value) -> bool:
+    instruction = module.instructions.get(value.name)
+    return instruction is not None and instruction.opcode == "parameter"
+
+
+def _sharing(
+    module: hlo.Module, allocation: Allocation, schedule: Schedule, step: int
+) -> list[Buffer]:
+    """What is alive in an allocation in which values find their places."""
+    live = []
+    for value in allocation.values:
+        start, end = live_range(value, schedule)
+        if start <= step <= end and value.size:
+            live.append((value.offset, -value.size, start, value))
+    live.sort(key=lambda item: item[:2])
+    found: list[Buffer] = []
+    group: list[tuple[int, Value]] = []
+    reach = -1
+    for offset, _, start, value in [*live, (None, 0, 0, None)]:
+        if group and (offset is None or offset >= reach):
+            first = min(v.offset for _, v in group)
+            found += _shared(module, allocation, schedule, reach - first, step, group)
+            group = []
+        if value is not None:
+            group.append((start, value))
+            reach = max(reach, value.offset + value.size)
+    return found
+
+
+def _shared(
+    module: hlo.Module,
+    allocation: Allocation,
+    schedule: Schedule,
+    size: int,
+    step: int,
+    group: list[tuple[int, Value]],
+) -> list[Buffer]:
+    """The row of values that share memory, each with the step at which it begins."""
+    if size < _LEAST:
+        return []
+    latest = [value for _, value in sorted(group, key=lambda item: -item[0])]
+    largest = max(latest, key=lambda value: value.size)
+    value, named = _best(module, schedule, latest)
+    if named.rank == 0:
+        # Only room so far: what comes into it says more.
+        later = _successors(allocation.values, schedule, largest, step)
+        value, named = _best(module, schedule, [*latest, *later])
+    shown = value if value in latest and value.size == largest.size else largest
+    row = _row(module, allocation, "temporary", size, shown, named, value)
+    return [row] if row else []
+
+
+def _successors(values: Sequence[Value], schedule: Schedule, room: Value, step: int) -> list[Value]:
+    """Values that take the same place without a gap in time, from a step on."""
+    same = [v for v in values if (v.offset, v.size) == (room.offset, room.size)]
+    timed = sorted(((live_range(v, schedule), k) for k, v in enumerate(same)))
+    found, reach = [], step
+    for (start, end), k in timed:
+        if end < step:
+            continue
+        if start > reach:
+            break
+        reach = max(reach, end)
+        found.append(same[k])
+    return found
+
+
+def _best(module: hlo.Module, schedule: Schedule, values: Sequence[Value]) -> tuple[Value, Origin]:
+    """The value whose origin says most, the first of equals."""
+    candidates = [(value, _named(module, schedule, value)) for value in values]
+    return max(candidates, key=lambda candidate: candidate[1].rank)
+
+
+def _row(
+    module: hlo.Module,
+    allocation: Allocation,
+    kind: Kind,
+    size: int,
+    shown: Value,
+    named: Origin,
+    value: Value,
+) -> Buffer | None:
+    shape = read_shape(shown.shape)
+    if shape.elements is not None or size < _LEAST:
+        return None
+    index = "{" + ",".join(map(str, value.index)) + "}" if value.index else ""
+    return Buffer(
+        bytes=size,
+        shape=shape.dims,
+        dtype=shape.dtype,
+        name=named.name,
+        kind=kind,
+        place=place(allocation.color, module.tiled),
+        instruction=value.name + index,
+        source=named.source,
+        module=named.module,
+        parameter=allocation.parameter if kind == "argument" else named.parameter,
+        padding_bytes=max(shown.size - shape.bytes, 0),
+    )
