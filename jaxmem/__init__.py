@@ -2,12 +2,17 @@
 
 In the order of the data's way: what a layer keeps (`policies`), how a stack is
 cut (`Plan`), what to decorate (`remat` and its short forms, `scan`, `linen`,
-`nnx`), and what came of it (`stacks`, `saved_residuals`, `memory_report`).
+`nnx`), and what came of it (`stacks`, `saved_residuals`, `memory_report`, for any of
+`targets`).
 """
 
 from jaxmem import linen as linen
 from jaxmem import nnx as nnx
 from jaxmem import policies as policies
+from jaxmem import targets as targets
+from jaxmem.compare import Comparison as Comparison
+from jaxmem.compare import compare as compare
+from jaxmem.difference import Difference as Difference
 from jaxmem.errors import JaxmemWarning as JaxmemWarning
 from jaxmem.errors import NoEffectWarning as NoEffectWarning
 from jaxmem.errors import NoStackWarning as NoStackWarning
@@ -15,6 +20,8 @@ from jaxmem.errors import OffloadWarning as OffloadWarning
 from jaxmem.find import LayerStack as LayerStack
 from jaxmem.inspect import PlannedStack as PlannedStack
 from jaxmem.inspect import stacks as stacks
+from jaxmem.job import Job as Job
+from jaxmem.memory import memory_report as memory_report
 from jaxmem.plan import Plan as Plan
 from jaxmem.policies import Policy as Policy
 from jaxmem.problem import Problem as Problem
@@ -24,11 +31,18 @@ from jaxmem.remat import remat_full as remat_full
 from jaxmem.remat import remat_offload as remat_offload
 from jaxmem.remat import remat_revolve as remat_revolve
 from jaxmem.remat import remat_sqrt as remat_sqrt
+from jaxmem.report import Lint as Lint
 from jaxmem.report import MemoryReport as MemoryReport
-from jaxmem.report import memory_report as memory_report
+from jaxmem.report import Suggestion as Suggestion
 from jaxmem.residuals import Residual as Residual
 from jaxmem.residuals import Residuals as Residuals
 from jaxmem.residuals import saved_residuals as saved_residuals
 from jaxmem.scan import scan as scan
+from jaxmem.targets import CompileError as CompileError
+from jaxmem.targets import Target as Target
+from jaxmem.targets import target as target
+from jaxmem.tracing import use_policy as use_policy
+from jaxmem.verify import Verification as Verification
+from jaxmem.verify import verify as verify
 
 __version__ = "0.1.0"

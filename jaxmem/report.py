@@ -1,53 +1,105 @@
-"""What the compiler says a function needs: a `MemoryReport` of numbers, text and JSON.
+"""`MemoryReport`: what the compiler says that a program needs, as plain data.
 
 The headline is `required_bytes`, arguments + outputs - aliased + temporaries:
 what must be allocated on a device, on every backend.  The compiler's own
 `peak_bytes` stands second, since it counts other things on each backend.
 
-Known gap: on CPU the barriers that keep recomputation apart are removed, so the
-figures of unrolled code say nothing about an accelerator.
+Here are the numbers, their JSON and their arithmetic; `jaxmem.memory` makes
+reports, `jaxmem.show` draws them.
 """
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
+from jaxmem.buffers import Buffer, Timeline
+from jaxmem.records import from_data, to_data
+from jaxmem.text import size
 
-from jaxmem.arguments import is_array, named_leaves
-from jaxmem.text import columns, size
+if TYPE_CHECKING:
+    from jaxmem.difference import Difference
 
 Source = Literal["compiled", "measured", "estimated"]
 
-_SHOWN = 12
+_VERSION = 2
 
 # ---------------------------------------------------------------- types
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class MemoryReport:
-    """The memory of one compiled program, in bytes per device.
+@dataclasses.dataclass(frozen=True)
+class Lint:
+    """Something about a program that costs memory or misleads, and what to do about it.
 
     Attributes:
-      required_bytes: arguments + outputs - aliased + temporaries, the headline.
+      kind: a short fixed name, such as "nothing-donated".
+      message: the fact.
+      remedy: what to do.
+    """
+
+    kind: str
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """A policy for the decorated stacks under which the program would fit.
+
+    Attributes:
+      policy: as `jaxmem.remat` takes it by name, such as "sqrt".
+      required_bytes: of the program compiled under it.
+    """
+
+    policy: str
+    required_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryReport:
+    """The memory and the work of one compiled program, per device.
+
+    Attributes:
+      required_bytes: arguments + outputs - aliased + temporaries in device memory, the headline.
       argument_bytes: the arguments that the program reads.
       output_bytes: the results, the compiler's table of them included.
       alias_bytes: results that take the place of donated arguments.
       temp_bytes: everything in between: residuals, gradients, workspace.
       host_bytes: the same sum for buffers in host memory, where the backend has them apart.
+      on_chip_bytes: buffers in on-chip memory (VMEM on TPU), which take no device memory.
       peak_bytes: the compiler's own peak.  Not portable: on CPU it leaves the
         temporaries out, elsewhere it may count host or on-chip memory in.
-      capacity_bytes: what the runtime may allocate on one device, None where unknown.
-      fits: whether `required_bytes` is within the capacity, None where that is unknown.
+      capacity_bytes: what one device has, None where unknown.
+      default_capacity_bytes: what jax takes of it unless told otherwise: 75 % on a GPU.
+      flops: floating-point operations of the traced program, loops times their
+        lengths, a multiply-add as two.
+      bytes_moved: between memory and compute, as an estimate (see `jaxmem.costs`).
+      matmul_flops: of matrix products and convolutions in the *compiled* program, so
+        that recomputation which the compiler removed is not charged; None where
+        the compiler gives no text of it.
+      model_matmul_flops: the same of the traced program without its recomputation.
+      estimated_seconds: roofline time on the target: the longer of its matrix peak
+        (bf16, dense) and its memory bandwidth.  An estimate, and a lower bound; None where
+        the target's figures are unknown.
       arguments: bytes by the path of each argument; they sum to `argument_bytes`.
-        An argument that the program never reads has 0.
+        An argument that the program never reads, or that is in host memory, has 0.
+      buffers: what is alive at the peak, largest first.
+      timeline: live bytes along the program; None where the compiler does not tell.
+      lints: what costs memory or misleads, with remedies.
+      suggestion: when it does not fit, the next policy that would.
+      advice: the same in words, or why there is none.
       source: where the numbers are from.
-      target: the kind of device.
+      target: the name of the target, or the kind of the attached device.
+      device: the vendor's name of it.
       platform: "cpu", "gpu" or "tpu".
+      devices: how many devices the program runs on; all figures are for one.
       notes: what a reader must know to use the numbers.
-      jax_version: the jax that compiled it.
+      versions: of jax, jaxlib, jaxmem and the plugin that compiled it.
+      flags: compiler flags and options that were set.
+      compile_seconds: how long the compiler took, 0 for a result from the cache.
+      cached: whether it is from the cache.
     """
 
     required_bytes: int
@@ -56,29 +108,60 @@ class MemoryReport:
     alias_bytes: int
     temp_bytes: int
     host_bytes: int
+    on_chip_bytes: int
     peak_bytes: int | None
     capacity_bytes: int | None
-    fits: bool | None
+    default_capacity_bytes: int | None
+    flops: int | None
+    bytes_moved: int | None
+    matmul_flops: int | None
+    model_matmul_flops: int | None
+    estimated_seconds: float | None
     arguments: dict[str, int] = dataclasses.field(hash=False)
+    buffers: tuple[Buffer, ...]
+    timeline: Timeline | None
+    lints: tuple[Lint, ...]
+    suggestion: Suggestion | None
+    advice: str
     source: Source
     target: str
+    device: str
     platform: str
+    devices: int
     notes: tuple[str, ...]
-    jax_version: str
+    versions: dict[str, str] = dataclasses.field(hash=False)
+    flags: dict[str, str] = dataclasses.field(hash=False)
+    compile_seconds: float
+    cached: bool
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            expected, fine = _EXPECTED[field.name]
-            if not fine(value := getattr(self, field.name)):
-                raise ValueError(
-                    f"bad memory report: {field.name}: expected {expected}, got {value!r}"
-                )
+    # ------------------------------------------------------------ what follows from it
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether `required_bytes` is within the capacity, None where that is unknown."""
+        return _within(self.required_bytes, self.capacity_bytes)
+
+    @property
+    def fits_by_default(self) -> bool | None:
+        """Whether it is within what jax takes by default, None where that is unknown."""
+        return _within(self.required_bytes, self.default_capacity_bytes)
+
+    @property
+    def recompute_overhead(self) -> float | None:
+        """Matrix work of the compiled program over that of the model, less one; 0.33 is a third.
+
+        None where either is unknown or the model has no matrix products.
+        """
+        if self.matmul_flops is None or not self.model_matmul_flops:
+            return None
+        return self.matmul_flops / self.model_matmul_flops - 1
 
     # ------------------------------------------------------------ in and out
 
     def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps({"jaxmem_report": 1, **dataclasses.asdict(self)})
+        """The report as JSON text; `fits` and the like are in it for other readers."""
+        derived = {key: getattr(self, key) for key in _DERIVED}
+        return json.dumps({"jaxmem_report": _VERSION, **to_data(self), **derived})
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryReport":
@@ -94,329 +177,88 @@ class MemoryReport:
                 f"bad memory report: not JSON at line {error.lineno} column {error.colno}: "
                 f"{error.msg}"
             ) from None
-        if not isinstance(data, dict) or data.pop("jaxmem_report", None) != 1:
+        if not isinstance(data, dict) or data.pop("jaxmem_report", None) != _VERSION:
             raise ValueError(
-                "bad memory report: jaxmem_report: expected 1, the version; is this a report?"
+                f"bad memory report: jaxmem_report: expected {_VERSION}, the version; is this a "
+                "report, and of this version of jaxmem?"
             )
-        known = [field.name for field in dataclasses.fields(cls)]
-        if unknown := [key for key in data if key not in known]:
-            raise ValueError(f"bad memory report: {unknown[0]}: unknown key")
-        if missing := [key for key in known if key not in data]:
-            raise ValueError(f"bad memory report: {missing[0]}: missing")
-        if isinstance(data["notes"], list):
-            data["notes"] = tuple(data["notes"])
-        return cls(**data)
+        given = {key: value for key, value in data.items() if key not in _DERIVED}
+        try:
+            return from_data(cls, given)
+        except ValueError as error:
+            raise ValueError(f"bad memory report: {error}") from None
+
+    # ------------------------------------------------------------ arithmetic
+
+    def __sub__(self, other: "MemoryReport") -> "Difference":
+        """What this report has more than `other`, part by part; `print` it."""
+        from jaxmem.difference import Difference
+
+        if not isinstance(other, MemoryReport):
+            return NotImplemented
+        return Difference(self, other)
 
     # ------------------------------------------------------------ looking at it
 
     @property
     def verdict(self) -> str:
-        """One line: what it needs of what there is."""
+        """One line: what it needs of what there is, and what to do if that is too much."""
         need = f"needs {size(self.required_bytes)}"
         if self.capacity_bytes is None:
             return f"{need} on {self.target}, capacity unknown"
         of = f"{need} of {size(self.capacity_bytes)} on {self.target}"
-        if self.fits:
-            return f"{of}: fits"
-        short = self.required_bytes - self.capacity_bytes
-        return f"{of}: does not fit, {size(short)} too much"
+        if not self.fits:
+            short = size(self.required_bytes - self.capacity_bytes)
+            return f"{of}: does not fit, {short} too much" + (
+                f"; {self.advice}" if self.advice else ""
+            )
+        if self.fits_by_default is False:
+            default = size(self.default_capacity_bytes or 0)
+            return (
+                f"{of}: fits, but not in the {default} that jax takes by default; "
+                "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+            )
+        return f"{of}: fits"
 
     def __repr__(self) -> str:
         return f"<MemoryReport {self.verdict}>"
 
     def __str__(self) -> str:
-        rows = [
-            ["arguments", size(self.argument_bytes), ""],
-            ["outputs", size(self.output_bytes), ""],
-            ["aliased", size(-self.alias_bytes), "outputs that reuse donated arguments"],
-            ["temporaries", size(self.temp_bytes), ""],
-            ["required", size(self.required_bytes), f"{self.required_bytes} bytes"],
-        ]
-        if self.host_bytes:
-            rows.append(["on the host", size(self.host_bytes), ""])
-        if self.peak_bytes is not None:
-            rows.append(["peak", size(self.peak_bytes), "the compiler's own count, not portable"])
-        text = f"{self.verdict}\n{columns(rows, right=[1])}"
-        if self.arguments:
-            text += f"\narguments, largest first:\n{columns(self._argument_rows(), right=[1])}"
-        return "\n".join([text, *(f"note: {note}" for note in self.notes)])
+        from jaxmem.show.text import plain
 
-    def _argument_rows(self) -> list[list[str]]:
-        ordered = sorted(self.arguments.items(), key=lambda item: -item[1])
-        rows = [[name, size(count)] for name, count in ordered[:_SHOWN]]
-        if rest := ordered[_SHOWN:]:
-            rows.append([f"… and {len(rest)} more", size(sum(count for _, count in rest))])
-        return rows
+        return plain(self)
 
+    def __rich__(self) -> Any:
+        from jaxmem.show.text import renderable
 
-# ---------------------------------------------------------------- API
+        return renderable(self)
 
+    def _repr_html_(self) -> str:
+        from jaxmem.show.html import html
 
-def memory_report(
-    fn: Callable[..., Any],
-    *args: Any,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    target: str = "local",
-    **kwargs: Any,
-) -> MemoryReport:
-    """Compile `fn` for the attached backend and report the memory that it needs.
+        return html(self)
 
-    Nothing is run and nothing of the size of the arguments is allocated.
+    def plot(self, path: Any = None, **options: Any) -> Any:
+        """A picture of the live bytes along the program, the peak's largest buffers named.
 
-    Args:
-      fn: a function of arrays, plain or already jitted.
-      *args: arrays or `jax.ShapeDtypeStruct`s in pytrees, with or without
-        shardings.  Figures of a sharded program are for one device.
-      donate_argnums: as for `jax.jit`; what `fn` has from its own `jit` holds too.
-      static_argnums: as for `jax.jit`.
-      target: "local".
-      **kwargs: arrays, passed on to `fn` by name.
+        Args:
+          path: where to write it, as PNG or SVG by its ending; None for nowhere.
+          **options: see `jaxmem.show.plot.plot_report`.
 
-    Raises:
-      TypeError: `fn` is not callable, or an argument is not an array; the message names its path.
-      ValueError: another target.
-      RuntimeError: the backend gives no memory analysis.
+        Returns:
+          The matplotlib figure.
 
-    >>> import jax, jaxmem
-    >>> x = jax.ShapeDtypeStruct((1024, 1024), "float32")
-    >>> report = jaxmem.memory_report(lambda x: x + 1, x, donate_argnums=0)
-    >>> report.required_bytes, report.arguments
-    (4194304, {'x': 4194304})
-    """
-    if not callable(fn):
-        raise TypeError(
-            f"memory_report takes a function and its arguments, got {fn!r} of type "
-            f"{type(fn).__name__} as the function; pass memory_report(fn, *args), not fn(*args)"
-        )
-    if target != "local":
-        raise ValueError(
-            f"unknown target {target!r}: only the attached backend is supported; "
-            'pass target="local"'
-        )
-    donated, static = _numbers(donate_argnums), _numbers(static_argnums, len(args))
-    jitted: Any = fn if _is_jitted(fn) else None
-    if jitted is None:
-        _check_arrays(fn, args, kwargs, static)
-    if jitted is None or donated or static:
-        jitted = jax.jit(fn, donate_argnums=donated, static_argnums=static)
-    try:
-        lowered = jitted.lower(*args, **kwargs)
-    except (TypeError, ValueError):
-        # A function jitted elsewhere may have static arguments that are not known
-        # here; only if jax rejects the call is an argument that is no array at fault.
-        _check_arrays(fn, args, kwargs, static)
-        raise
-    compiled = lowered.compile()
-    analysis = compiled.memory_analysis()
-    device = _device(compiled)
-    if analysis is None:
-        raise RuntimeError(
-            f"the {device.platform} backend gave no memory analysis of this program, so there is "
-            "nothing to report; a program that runs nothing on the device has none, and neither "
-            "have some plugins"
-        )
-    return _report(fn, compiled, analysis, device, args, kwargs)
+        Raises:
+          ImportError: matplotlib is not installed; says what to type.
+          ValueError: the report has no timeline.
+        """
+        from jaxmem.show.plot import plot_report
+
+        return plot_report(self, path, **options)
 
 
-# ---------------------------------------------------------------- implementation
+_DERIVED = ("fits", "fits_by_default", "recompute_overhead", "verdict")
 
 
-def _report(
-    fn: Callable[..., Any],
-    compiled: Any,
-    analysis: Any,
-    device: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> MemoryReport:
-    argument, output = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
-    alias, temp = analysis.alias_size_in_bytes, analysis.temp_size_in_bytes
-    host = (
-        analysis.host_argument_size_in_bytes
-        + analysis.host_output_size_in_bytes
-        - analysis.host_alias_size_in_bytes
-        + analysis.host_temp_size_in_bytes
-    )
-    required = argument + output - alias + temp
-    capacity = (_memory_stats(device) or {}).get("bytes_limit")
-    shardings = compiled.input_shardings
-    return MemoryReport(
-        required_bytes=required,
-        argument_bytes=argument,
-        output_bytes=output,
-        alias_bytes=alias,
-        temp_bytes=temp,
-        host_bytes=host,
-        peak_bytes=getattr(analysis, "peak_memory_in_bytes", None),
-        capacity_bytes=capacity,
-        fits=None if capacity is None else required <= capacity,
-        arguments=_split(fn, compiled, args, kwargs, argument),
-        source="compiled",
-        target=device.device_kind,
-        platform=device.platform,
-        notes=_notes(device, capacity, _device_count(shardings)),
-        jax_version=jax.__version__,
-    )
-
-
-def _notes(device: Any, capacity: int | None, devices: int) -> tuple[str, ...]:
-    notes = []
-    if device.platform == "cpu":
-        notes.append(
-            "CPU figures are not predictive for unrolled code: this compiler merges recomputation "
-            "with the first computation; inside lax.scan they are kept apart"
-        )
-    elif capacity is not None:
-        notes.append(
-            "the capacity is what this process may allocate; jax takes 75 % of a GPU's memory "
-            "unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
-            if device.platform == "gpu"
-            else "the capacity is what this process may allocate"
-        )
-    if devices > 1:
-        notes.append(f"figures are for one of {devices} devices")
-    return tuple(notes)
-
-
-def _split(
-    fn: Callable[..., Any], compiled: Any, args: Sequence[Any], kwargs: dict[str, Any], total: int
-) -> dict[str, int]:
-    """The bytes of each argument on one device, as the compiled program reads it."""
-    in_args, in_kwargs = compiled.in_avals
-    names = named_leaves(fn, in_args, in_kwargs, positions=_dynamic_positions(args, in_args))
-    # None stands for an argument that jit dropped, since nothing reads it; a None that was
-    # an argument itself is among the types, too.
-    avals = jax.tree.leaves(compiled.in_avals, is_leaf=_is_none)
-    given = jax.tree.leaves(compiled.input_shardings, is_leaf=_is_none)
-    shardings = [s for aval, s in zip(avals, given, strict=True) if aval is not None]
-    found: dict[str, int] = {}
-    for (name, aval), sharding in zip(names, shardings, strict=True):
-        found[name] = found.get(name, 0) + _bytes_on_device(aval, sharding)
-    # Whatever the layout of a device adds, and constants that were made arguments.
-    if rest := total - sum(found.values()):
-        found["(constants and padding)"] = rest
-    return found
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
-
-
-def _bytes_on_device(aval: Any, sharding: jax.sharding.Sharding | None) -> int:
-    if sharding is None:
-        return 0
-    # On CPU host memory is the device's memory, and is counted as such.
-    platform = next(iter(sharding.device_set)).platform
-    if platform != "cpu" and "host" in str(sharding.memory_kind):
-        return 0
-    return math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
-
-
-def _dynamic_positions(args: Sequence[Any], traced: Sequence[Any]) -> list[int]:
-    """Where in the call each traced argument stood: static ones are gone from the trace."""
-    positions, k = [], 0
-    for tree in traced:
-        while k < len(args) - 1 and not _matches(args[k], tree):
-            k += 1
-        positions.append(k)
-        k += 1
-    return positions
-
-
-def _matches(arg: Any, avals: Any) -> bool:
-    if jax.tree.structure(arg) != jax.tree.structure(avals):
-        return False
-    pairs = zip(jax.tree.leaves(arg), jax.tree.leaves(avals), strict=True)
-    return all(
-        getattr(leaf, "shape", ()) == aval.shape and _traceable(leaf) for leaf, aval in pairs
-    )
-
-
-def _check_arrays(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[int]
-) -> None:
-    positions = [k for k in range(len(args)) if k not in static]
-    for name, leaf in named_leaves(fn, [args[k] for k in positions], kwargs, positions):
-        if not _traceable(leaf):
-            raise TypeError(
-                f"memory_report: argument '{name}' is not an array but {leaf!r} of type "
-                f"{type(leaf).__name__}; give its position in static_argnums=, bind it with "
-                "functools.partial, or pass an array or a jax.ShapeDtypeStruct"
-            )
-
-
-def _traceable(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
-
-
-def _is_jitted(fn: Any) -> bool:
-    return callable(getattr(fn, "lower", None)) and callable(getattr(fn, "trace", None))
-
-
-def _numbers(numbers: int | Sequence[int], count: int | None = None) -> tuple[int, ...]:
-    several = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    return several if count is None else tuple(k + count if k < 0 else k for k in several)
-
-
-def _device(compiled: Any) -> Any:
-    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
-        for device in getattr(sharding, "device_set", ()):
-            return device
-    return jax.devices()[0]
-
-
-def _device_count(shardings: Any) -> int:
-    return max((len(s.device_set) for s in jax.tree.leaves(shardings)), default=1)
-
-
-def _memory_stats(device: Any) -> dict[str, Any] | None:
-    try:
-        return device.memory_stats()
-    except (RuntimeError, NotImplementedError):  # not every runtime keeps them
-        return None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count_or_none(value: Any) -> bool:
-    return value is None or _is_count(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_split(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_text(key) and _is_count(count) for key, count in value.items()
-    )
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_text, value))
-
-
-_COUNT = ("a whole number", _is_count)
-_COUNT_OR_NONE = ("a whole number or null", _is_count_or_none)
-_TEXT = ("text", _is_text)
-_SOURCES = ("compiled", "measured", "estimated")
-_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "required_bytes": _COUNT,
-    "argument_bytes": _COUNT,
-    "output_bytes": _COUNT,
-    "alias_bytes": _COUNT,
-    "temp_bytes": _COUNT,
-    "host_bytes": _COUNT,
-    "peak_bytes": _COUNT_OR_NONE,
-    "capacity_bytes": _COUNT_OR_NONE,
-    "fits": ("true, false or null", lambda value: value is None or isinstance(value, bool)),
-    "arguments": ("whole numbers by path", _is_split),
-    "source": (f"one of {', '.join(_SOURCES)}", lambda value: value in _SOURCES),
-    "target": _TEXT,
-    "platform": _TEXT,
-    "notes": ("a list of texts", _is_texts),
-    "jax_version": _TEXT,
-}
+def _within(required: int, capacity: int | None) -> bool | None:
+    return None if capacity is None else required <= capacity

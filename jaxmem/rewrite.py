@@ -95,7 +95,7 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: str) -> list[Any]:
     """Evaluate a jaxpr with the policy applied to its stacks."""
     choice = dataclasses.replace(choice, policy=tracing.policy_instead(choice.policy))
-    tracing.note_region()
+    tracing.note_region(choice.policy)
     if isinstance(choice.policy, NoRemat):
         return _jax.evaluate(closed, args)
     found = find.find(closed)

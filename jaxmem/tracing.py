@@ -23,12 +23,12 @@ class Record:
     """What was decided while it was open.
 
     Attributes:
-      regions: how many decorated regions with stacks in them were traced.
+      regions: the policy of each decorated region that was traced.
       plans: each differentiated stack's policy and plan, in the order of tracing.
       twice: lines of the stacks whose layers are under `jax.checkpoint` as well.
     """
 
-    regions: int = 0
+    regions: list[Policy | Plan] = dataclasses.field(default_factory=list)
     plans: list[tuple[Policy | Plan, Plan]] = dataclasses.field(default_factory=list)
     twice: list[str] = dataclasses.field(default_factory=list)
 
@@ -104,10 +104,10 @@ def policy_instead(policy: Policy | Plan) -> Policy | Plan:
     return policy if instead is None else instead
 
 
-def note_region() -> None:
-    """A decorated region with a stack in it is traced."""
+def note_region(policy: Policy | Plan) -> None:
+    """A region decorated with this policy is traced."""
     if (record := _circumstances.value.record) is not None:
-        record.regions += 1
+        record.regions.append(policy)
 
 
 def note_plan(policy: Policy | Plan, plan: Plan) -> None:

@@ -3,6 +3,8 @@
 import itertools
 import os
 import platform
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 
 import jax
@@ -14,7 +16,11 @@ import pytest
 _FLAGS = "--xla_cpu_max_isa=AVX --xla_cpu_multi_thread_eigen=false"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # Compiled programs are shared by the processes of one run, and by nobody else.
+    if "JAXMEM_CACHE_DIR" not in os.environ:
+        folder = os.environ["JAXMEM_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxmem-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     jax.config.update("jax_num_cpu_devices", 8)
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return

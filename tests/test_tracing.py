@@ -31,13 +31,16 @@ def test_another_policy_is_traced_and_the_numbers_stay(name: str):
         found = jax.grad(model)(WEIGHTS, H)
         (planned,) = jaxmem.stacks(model, WEIGHTS, H)
     chex.assert_trees_all_equal(found, expected)
-    assert planned.plan.kind == {
-        "none": "none",
-        "full": "full",
-        "dots": "full",
-        "sqrt": planned.plan.kind,
-        "revolve": "revolve",
-    }[name]
+    assert (
+        planned.plan.kind
+        == {
+            "none": "none",
+            "full": "full",
+            "dots": "full",
+            "sqrt": planned.plan.kind,
+            "revolve": "revolve",
+        }[name]
+    )
     assert jaxmem.stacks(model, WEIGHTS, H)[0].plan.lengths == (4,)
 
 
@@ -117,7 +120,7 @@ def test_wrong_policies_are_refused_at_once():
 def test_what_is_decided_is_recorded():
     with recording() as record:
         jax.make_jaxpr(jax.grad(model))(WEIGHTS, H)
-    assert record.regions == 1
+    assert record.regions == [jaxmem.policies.sqrt(segments=6)]
     ((policy, plan),) = record.plans
     assert (policy, plan.lengths) == (jaxmem.policies.sqrt(segments=6), (4,))
     assert record.twice == []

@@ -1,0 +1,268 @@
+"""From a program to what the compiler says of it: here, or in a worker for an absent accelerator.
+
+The attached backend compiles in this process, since a GPU belongs to the process
+that holds it.  For a named target the program leaves in portable form, and what
+came of it is kept on disk.
+"""
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmem import targets
+from jaxmem.analysis import Analysis, analyse
+from jaxmem.digest import digest
+from jaxmem.program import Exported, Program
+from jaxmem.targets import installed
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What is known of a program once it is compiled.
+
+    Attributes:
+      stats: the compiler's own sums, in bytes.
+      analysis: of the compiler's texts; None where it gave none.
+      kept: indices of the arguments that the compiled program reads.
+      target, device, platform, devices: what it was compiled for.
+      capacity_bytes, default_capacity_bytes: what one device has, and takes by default.
+      bandwidth, matrix_peak: bytes and floating-point operations per second.
+      versions, flags: what compiled it, and with which options.
+      seconds: how long that took.
+      cached: whether all this is from the disk.
+      too_large_bytes: what it would need, where the compiler refused it for that.
+      message: its refusal.
+      assembled: whether it went as far as machine code; memory is decided before that.
+      log: what the compiler printed.
+    """
+
+    stats: dict[str, int | None]
+    analysis: Analysis | None
+    kept: tuple[int, ...]
+    target: str
+    device: str
+    platform: str
+    devices: int
+    capacity_bytes: int | None
+    default_capacity_bytes: int | None
+    bandwidth: float | None
+    matrix_peak: float | None
+    versions: dict[str, str]
+    flags: dict[str, str]
+    seconds: float
+    cached: bool = False
+    too_large_bytes: int | None = None
+    message: str = ""
+    assembled: bool = True
+    log: str = ""
+
+
+# ---------------------------------------------------------------- API
+
+
+def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
+    """Compile for the attached backend, in this process.
+
+    Raises:
+      RuntimeError: it gives no memory analysis.
+    """
+    lowered = program.traced.lower()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="jaxmem-") as dump:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": dump, **options})
+        seconds = time.perf_counter() - start
+        texts = [_dumped(Path(dump), kind) for kind in ("buffer-assignment", "live-range")]
+    memory = compiled.memory_analysis()
+    device = _device(compiled)
+    if memory is None:
+        raise RuntimeError(
+            f"the {device.platform} backend gave no memory analysis of this program, so there is "
+            "nothing to report; a program that runs nothing on the device has none, and neither "
+            "have some plugins"
+        )
+    hlo = compiled.as_text()
+    analysis = analyse(hlo, *texts) if hlo and all(texts) else None
+    shardings = _shardings(compiled)
+    known = targets.by_device_kind(device.device_kind)
+    return Compiled(
+        stats=_stats(memory),
+        analysis=analysis,
+        kept=tuple(k for k, sharding in enumerate(shardings) if sharding is not None),
+        target=device.device_kind,
+        device=device.device_kind,
+        platform=device.platform,
+        devices=max((len(s.device_set) for s in shardings if s is not None), default=1),
+        capacity_bytes=(_memory_stats(device) or {}).get("bytes_limit"),
+        default_capacity_bytes=None,
+        bandwidth=known and known.bandwidth,
+        matrix_peak=known and known.matrix_peak,
+        versions=installed.versions(device.platform),
+        flags=_flags(options),
+        seconds=seconds,
+    )
+
+
+def _shardings(compiled: Any) -> list[Any]:
+    """Of each argument; None for one that jit dropped, since nothing reads it."""
+    avals, given = (
+        jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+        for tree in (compiled.in_avals, compiled.input_shardings)
+    )
+    # A None that was an argument itself is among the types, too.
+    return [s for aval, s in zip(avals, given, strict=True) if aval is not None]
+
+
+def _stats(memory: Any) -> dict[str, int | None]:
+    names = ("argument", "output", "alias", "temp")
+    stats: dict[str, int | None] = {
+        f"{place}{name}_bytes": getattr(memory, f"{place}{name}_size_in_bytes")
+        for place in ("", "host_")
+        for name in names
+    }
+    return {**stats, "peak_bytes": getattr(memory, "peak_memory_in_bytes", None)}
+
+
+def _dumped(folder: Path, kind: str) -> str:
+    """The text of this kind that the compiler wrote about the largest module."""
+    found = sorted(folder.glob(f"*-{kind}.txt"), key=lambda path: path.stat().st_size)
+    return found[-1].read_text() if found else ""
+
+
+def _device(compiled: Any) -> Any:
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        for device in getattr(sharding, "device_set", ()):
+            return device
+    return jax.devices()[0]
+
+
+def _memory_stats(device: Any) -> dict[str, Any] | None:
+    try:
+        return device.memory_stats()
+    except (RuntimeError, NotImplementedError):  # not every runtime keeps them
+        return None
+
+
+def compile_elsewhere(
+    program: Program,
+    target: "targets.Target",
+    options: dict[str, Any],
+    timeout: float,
+    cache: bool,
+) -> Compiled:
+    """Compile for a named target, in a worker, or find on disk what came of it before.
+
+    Raises:
+      jaxmem.CompileError: see `jaxmem.targets.compile_for`.
+      ValueError: the program is sharded over another number of devices than the target has.
+    """
+    exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
+    target = _for_devices(target, exported)
+    donate = tuple(k for k, argument in enumerate(program.arguments) if argument.donated)
+    store = targets.Cache() if cache else None
+    key = _key(exported, target, donate, options)
+    found = store.get(key) if store else None
+    if found is None:
+        output = targets.compile_for(
+            target,
+            exported.blob,
+            donate=donate,
+            mesh_axes=exported.mesh,
+            memory_kinds=exported.memory_kinds,
+            compiler_options=options,
+            timeout=timeout,
+        )
+        if output.too_large_space == "vmem":
+            raise targets.CompileError(
+                f"a kernel of the program needs more on-chip memory than {target.name} has: "
+                f"{output.message}",
+                output.log,
+            )
+        found = {
+            "stats": output.stats,
+            "analysis": _analysed(output),
+            "versions": output.versions,
+            "too_large_bytes": output.too_large_bytes,
+            "message": output.message,
+            "assembled": output.assembled,
+            "log": output.log,
+            "seconds": output.seconds,
+        }
+        if store:
+            store.put(key, found)
+        cached = False
+    else:
+        cached = True
+    return Compiled(
+        stats=found["stats"],
+        analysis=None if found["analysis"] is None else Analysis.from_dict(found["analysis"]),
+        kept=exported.kept,
+        target=target.name,
+        device=target.device,
+        platform=target.platform,
+        devices=target.devices,
+        capacity_bytes=target.memory,
+        default_capacity_bytes=target.default_bytes,
+        bandwidth=target.bandwidth,
+        matrix_peak=target.matrix_peak,
+        versions=found["versions"],
+        flags=_flags(options),
+        seconds=0.0 if cached else found["seconds"],
+        cached=cached,
+        too_large_bytes=found["too_large_bytes"],
+        message=found["message"],
+        assembled=found["assembled"],
+        log=found["log"],
+    )
+
+
+def _analysed(output: "targets.CompilerOutput") -> dict[str, Any] | None:
+    if not (output.hlo and output.assignment and output.live_range):
+        return None
+    return analyse(output.hlo, output.assignment, output.live_range).to_dict()
+
+
+def _for_devices(target: "targets.Target", exported: Exported) -> "targets.Target":
+    if exported.devices == target.devices:
+        return target
+    if target.devices == 1:
+        return target.with_devices(exported.devices)
+    raise ValueError(
+        f"the arguments are sharded over {exported.devices} device(s), and the target "
+        f"{target.name} was asked for with {target.devices}; make the mesh of the shardings with "
+        f"jaxmem.target({target.name!r}, devices={target.devices}).mesh(...)"
+    )
+
+
+def _key(
+    exported: Exported, target: "targets.Target", donate: Sequence[int], options: dict[str, Any]
+) -> str:
+    return targets.Cache.key(
+        program=digest(exported.module),
+        kept=exported.kept,
+        target=repr(target),
+        mesh=exported.mesh,
+        donate=tuple(donate),
+        memory_kinds=exported.memory_kinds,
+        flags=_flags(options),
+        settings=targets.settings(),
+        versions=targets.versions(target),
+        form=_FORM,
+    )
+
+
+# Of what is kept on disk; another one when `analyse` finds more or other things.
+_FORM = 1
+
+
+def _flags(options: dict[str, Any]) -> dict[str, str]:
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    set_here = {name: os.environ[name] for name in names if os.environ.get(name)}
+    return {**set_here, **{key: str(value) for key, value in options.items()}}

@@ -1,0 +1,249 @@
+"""`memory_report`: trace a function, compile it for a target, and say what it needs.
+
+For a named target the program leaves this process in portable form and is
+compiled by a worker, so that nothing the compiler does can harm the session;
+results are kept on disk.  For the attached backend ("local") it is compiled here,
+since a GPU belongs to the process that holds it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem import targets
+from jaxmem.advice import advise
+from jaxmem.analysis import Analysis
+from jaxmem.buffers import Buffer
+from jaxmem.compiling import Compiled, compile_elsewhere, compile_here
+from jaxmem.costs import Costs, costs
+from jaxmem.lints import lints
+from jaxmem.program import Argument, Program
+from jaxmem.report import MemoryReport
+from jaxmem.tracing import use_policy
+
+# ---------------------------------------------------------------- API
+
+
+def memory_report(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: "str | targets.Target" = "local",
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    compiler_options: dict[str, Any] | None = None,
+    timeout: float = 900.0,
+    cache: bool = True,
+    suggest: bool = True,
+    **kwargs: Any,
+) -> MemoryReport:
+    """Compile `fn` for an accelerator, present or absent, and report the memory that it needs.
+
+    Nothing is run and nothing of the size of the arguments is allocated.
+
+    Args:
+      fn: a function of arrays, plain or already jitted.
+      *args: arrays or `jax.ShapeDtypeStruct`s in pytrees, with or without
+        shardings.  Figures of a sharded program are for one device; shardings over
+        absent devices are made with the mesh of `jaxmem.target(name, devices=8)`.
+      target: "local", the attached backend; or the name of an accelerator
+        (`jaxmem.targets.catalog()`, or ``jaxmem targets`` in a shell), which need not be
+        there; or a `jaxmem.Target`; or "file.toml:name" for one of your own.
+      donate_argnums: as for `jax.jit`; what `fn` has from its own `jit` holds too.
+      static_argnums: as for `jax.jit`.
+      compiler_options: handed to the compiler.
+      timeout: seconds after which the compiler of a named target is stopped.
+      cache: whether to read and write the results on disk (for named targets).
+      suggest: when the program does not fit and has decorated stacks, whether to
+        compile it under other policies until one fits.
+      **kwargs: arrays, passed on to `fn` by name.
+
+    Raises:
+      TypeError: `fn` is not callable, or an argument is not an array; the message names its path.
+      ValueError: no such target, or arguments sharded over another number of devices.
+      jaxmem.CompileError: the compiler refused the program, crashed, ran out of time or is not
+        installed; the message says which and what to do.
+      RuntimeError: the attached backend gives no memory analysis.
+
+    >>> import jax, jaxmem
+    >>> x = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    >>> report = jaxmem.memory_report(lambda x: x + 1, x, donate_argnums=0)
+    >>> report.required_bytes, report.arguments
+    (4194304, {'x': 4194304})
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"memory_report takes a function and its arguments, got {fn!r} of type "
+            f"{type(fn).__name__} as the function; pass memory_report(fn, *args), not fn(*args)"
+        )
+    absent = None if target == "local" else targets.target(target)
+    if absent is not None:
+        targets.warm_up(absent)  # while this process traces
+    platform = None if absent is None else absent.platform
+    program = Program(fn, args, kwargs, donate_argnums, static_argnums, platform)
+    options = dict(compiler_options or {})
+    if absent is None:
+        compiled = compile_here(program, options)
+    else:
+        compiled = compile_elsewhere(program, absent, options, timeout, cache)
+    report = _report(program, compiled)
+    if report.fits is not False:
+        return report
+
+    def under(policy: str, policy_options: dict[str, Any]) -> MemoryReport:
+        with use_policy(policy, **policy_options):
+            return memory_report(
+                fn,
+                *args,
+                target=target,
+                donate_argnums=donate_argnums,
+                static_argnums=static_argnums,
+                compiler_options=compiler_options,
+                timeout=timeout,
+                cache=cache,
+                suggest=False,
+                **kwargs,
+            )
+
+    return advise(report, program, under if suggest else None)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _report(program: Program, compiled: Compiled) -> MemoryReport:
+    from jaxmem import __version__
+
+    work = costs(program.jaxpr)
+    stats = compiled.stats
+    arguments = _argument_bytes(program, compiled)
+    argument = stats.get("argument_bytes") or sum(arguments.values())
+    output, alias = stats.get("output_bytes") or 0, stats.get("alias_bytes") or 0
+    temp = stats.get("temp_bytes") or 0
+    if compiled.too_large_bytes is not None and argument + output - alias + temp < (
+        compiled.capacity_bytes or 0
+    ):
+        # The compiler gave up before it had numbers; its message has the sum.
+        argument = min(sum(arguments.values()), compiled.too_large_bytes)
+        output = alias = 0
+        temp = compiled.too_large_bytes - argument
+    host = (
+        (stats.get("host_argument_bytes") or 0)
+        + (stats.get("host_output_bytes") or 0)
+        - (stats.get("host_alias_bytes") or 0)
+        + (stats.get("host_temp_bytes") or 0)
+    )
+    analysis = compiled.analysis
+    matmul = None if analysis is None else analysis.matmul_flops
+    per_device = work * (1 / compiled.devices)
+    return MemoryReport(
+        required_bytes=argument + output - alias + temp,
+        argument_bytes=argument,
+        output_bytes=output,
+        alias_bytes=alias,
+        temp_bytes=temp,
+        host_bytes=host,
+        on_chip_bytes=0 if analysis is None else analysis.space_bytes.get("on-chip", 0),
+        peak_bytes=stats.get("peak_bytes"),
+        capacity_bytes=compiled.capacity_bytes,
+        default_capacity_bytes=compiled.default_capacity_bytes,
+        flops=round(per_device.flops),
+        bytes_moved=round(per_device.bytes),
+        matmul_flops=matmul,
+        model_matmul_flops=round(per_device.matmul_flops - per_device.recomputed_matmul_flops),
+        estimated_seconds=_roofline(compiled, per_device, matmul),
+        arguments=arguments,
+        buffers=() if analysis is None else _named(analysis, program, compiled),
+        timeline=None if analysis is None else analysis.timeline,
+        lints=lints(program, compiled, work),
+        suggestion=None,
+        advice="",
+        source="compiled",
+        target=compiled.target,
+        device=compiled.device,
+        platform=compiled.platform,
+        devices=compiled.devices,
+        notes=_notes(program, compiled, work, arguments),
+        versions={"jaxmem": __version__, **compiled.versions},
+        flags=compiled.flags,
+        compile_seconds=compiled.seconds,
+        cached=compiled.cached,
+    )
+
+
+def _argument_bytes(program: Program, compiled: Compiled) -> dict[str, int]:
+    """Bytes of each argument on one device, by its path."""
+    found: dict[str, int] = {argument.name: 0 for argument in program.arguments}
+    total = compiled.stats.get("argument_bytes")
+    sizes = {} if compiled.analysis is None else compiled.analysis.parameter_bytes
+    for parameter, index in enumerate(compiled.kept):
+        argument = program.arguments[index]
+        if not _on_host(argument, compiled):
+            # Where the compiler says nothing: the shape, as if one device had it all.
+            found[argument.name] += sizes.get(parameter, argument.bytes)
+    rest = 0 if total is None else total - sum(found.values())
+    for index in compiled.kept:
+        argument = program.arguments[index]
+        if _on_host(argument, compiled) and rest >= argument.bytes:  # see `_notes`
+            found[argument.name] += argument.bytes
+            rest -= argument.bytes
+    # Whatever the layout of a device adds, and constants that were made arguments.
+    if rest:
+        found["(constants and padding)"] = rest
+    return found
+
+
+def _on_host(argument: Argument, compiled: Compiled) -> bool:
+    """Whether it is asked for in host memory; on a CPU that is the device's own."""
+    return argument.memory_kind is not None and compiled.platform != "cpu"
+
+
+def _named(analysis: Analysis, program: Program, compiled: Compiled) -> tuple[Buffer, ...]:
+    """The buffers at the peak, arguments called as the user knows them."""
+
+    def named(buffer: Buffer) -> Buffer:
+        if buffer.parameter is None or buffer.parameter >= len(compiled.kept):
+            return buffer
+        argument = program.arguments[compiled.kept[buffer.parameter]]
+        return dataclasses.replace(buffer, name=argument.name)
+
+    return tuple(named(buffer) for buffer in analysis.buffers)
+
+
+def _roofline(compiled: Compiled, work: Costs, matmul_flops: int | None) -> float | None:
+    if compiled.bandwidth is None or compiled.matrix_peak is None:
+        return None
+    flops = work.matmul_flops if matmul_flops is None else matmul_flops
+    return max(flops / compiled.matrix_peak, work.bytes / compiled.bandwidth)
+
+
+def _notes(
+    program: Program, compiled: Compiled, work: Costs, arguments: dict[str, int]
+) -> tuple[str, ...]:
+    notes = []
+    if any(_on_host(a, compiled) and arguments[a.name] for a in program.arguments):
+        notes.append(
+            "arguments in host memory are counted as device memory: the GPU compiler says so of "
+            "those that are not donated and returned to the host"
+        )
+    if not compiled.assembled:
+        notes.append(
+            "NVIDIA's assembler is not installed here, so that the program was not made into "
+            "machine code; its memory is decided before, and the figures are the same"
+        )
+    if compiled.too_large_bytes is not None:
+        notes.append(f"the compiler refused the program, as it is too large: {compiled.message}")
+    if compiled.platform == "gpu" and compiled.default_capacity_bytes is None:
+        notes.append(
+            "the capacity is what this process may allocate; jax takes 75 % of a GPU's memory "
+            "unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+        )
+    if compiled.devices > 1:
+        notes.append(f"figures are for one of {compiled.devices} devices")
+    if work.unknown_loops:
+        notes.append(
+            f"{work.unknown_loops} while loops have no known length; operations in them are "
+            "counted once"
+        )
+    if work.uncounted:
+        notes.append(f"operations not counted: {', '.join(work.uncounted)}")
+    return tuple(notes)

@@ -1,0 +1,268 @@
+"""A call of a function as a program for a compiler: traced, its arguments named, exported.
+
+What leaves this process is `jax.export`'s portable form, with flat arguments
+and results, so that no type of the user's has to be known where it is compiled.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import export
+
+from jaxmem import _jax
+from jaxmem.arguments import is_array, named_leaves
+from jaxmem.source import source_line
+from jaxmem.targets import CompileError
+from jaxmem.tracing import Record, recording
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One leaf of the arguments.
+
+    Attributes:
+      name: its path, such as "params/Dense_0/kernel".
+      shape, dtype, bytes: of all of it, on however many devices.
+      donated: whether the program may overwrite it.
+      memory_kind: "pinned_host" and the like; None for device memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    donated: bool
+    memory_kind: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A program on its way to a compiler elsewhere.
+
+    Attributes:
+      blob: `jax.export`'s serialization, flat trees in and out.
+      module: its text, for a digest.
+      kept: indices of the arguments that the program reads.
+      devices: for how many devices it is.
+      mesh: axis names and sizes of the mesh it is sharded over, None for none.
+      memory_kinds: of the arguments and of the results, None where none is on the host.
+    """
+
+    blob: bytes
+    module: str
+    kept: tuple[int, ...]
+    devices: int
+    mesh: tuple[tuple[str, int], ...] | None
+    memory_kinds: tuple[tuple[str | None, ...], tuple[str | None, ...]] | None
+
+
+class Program:
+    """A traced call.
+
+    Attributes:
+      arguments: the leaves of the call's arguments, in jax's order.
+      jaxpr: what was traced, with static arguments gone.
+      record: which policies were applied while tracing.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+        platform: str | None = None,
+    ) -> None:
+        """Trace the call.
+
+        Args:
+          platform: "gpu" or "tpu" if the program is for an absent one.
+
+        Raises:
+          TypeError: an argument is not an array; the message names its path.
+          CompileError: what is traced asks for cuDNN, and that is not installed.
+        """
+        self.fn, self.args, self.kwargs, self.platform = fn, args, kwargs, platform
+        donated, static = _numbers(donate_argnums), _numbers(static_argnums, len(args))
+        jitted: Any = fn if _is_jitted(fn) else None
+        if jitted is None:
+            _check_arrays(fn, args, kwargs, static)
+        if jitted is None or donated or static:
+            jitted = jax.jit(fn, donate_argnums=donated, static_argnums=static)
+        self.jitted = jitted
+        try:
+            with recording(platform) as record:
+                self.traced = jitted.trace(*args, **kwargs)
+        except (TypeError, ValueError):
+            # A function jitted elsewhere may have static arguments that are not known
+            # here; only if jax rejects the call is an argument that is no array at fault.
+            _check_arrays(fn, args, kwargs, static)
+            raise
+        except RuntimeError as error:
+            if "cudnn" not in str(error).casefold():
+                raise
+            raise CompileError(
+                f"the program asks jax for cuDNN, which is not there ({error}): "
+                'pip install "nvidia-cudnn-cu13"'
+            ) from None
+        self.record: Record = record
+        self.jaxpr = self.traced.jaxpr
+        self.arguments = self._arguments()
+
+    def _arguments(self) -> list[Argument]:
+        in_args, in_kwargs = self.traced.args_info
+        positions = _dynamic_positions(self.args, in_args)
+        infos = named_leaves(self.fn, in_args, in_kwargs, positions)
+        given = [leaf for k in positions for leaf in jax.tree.leaves(self.args[k])] + [
+            leaf for key in sorted(self.kwargs) for leaf in jax.tree.leaves(self.kwargs[key])
+        ]
+        kinds = [_memory_kind(leaf) for leaf in given]
+        if len(kinds) != len(infos):  # static keyword arguments of a function jitted elsewhere
+            kinds = [None] * len(infos)
+        return [
+            Argument(
+                name=name,
+                shape=tuple(info.shape),
+                dtype=str(info.dtype),
+                bytes=math.prod(info.shape) * info.dtype.itemsize,
+                donated=info.donated,
+                memory_kind=kind,
+            )
+            for (name, info), kind in zip(infos, kinds, strict=True)
+        ]
+
+    def exported(self, platform: str) -> Exported:
+        """The program in portable form.
+
+        Args:
+          platform: as jax calls it: "cuda" or "tpu".
+
+        Raises:
+          CompileError: the program calls back into Python, or jax cannot export it otherwise.
+        """
+        if lines := dict.fromkeys(_callbacks(self.jaxpr)):
+            raise CompileError(
+                f"the program calls back into Python ({', '.join(lines)}), and leaves this process "
+                "to be compiled for an absent accelerator; take jax.debug.print and callbacks out "
+                'of it, or pass target="local"'
+            )
+        found = self._export(platform)
+        num_in, num_out = len(found.in_avals), len(found.out_avals)
+        flat = dataclasses.replace(
+            found,
+            in_tree=jax.tree.structure(((0,) * num_in, {})),
+            out_tree=jax.tree.structure((0,) * num_out),
+        )
+        return Exported(
+            blob=bytes(flat.serialize()),
+            module=found.mlir_module(),
+            kept=tuple(found.module_kept_var_idx),
+            devices=found.nr_devices,
+            mesh=self._mesh() if found.nr_devices > 1 else None,
+            memory_kinds=self._memory_kinds(num_out),
+        )
+
+    def _export(self, platform: str) -> Any:
+        checks: list[export.DisabledSafetyCheck] = []
+        while True:
+            try:
+                with recording(self.platform):
+                    return export.export(self.jitted, platforms=[platform], disabled_checks=checks)(
+                        *self.args, **self.kwargs
+                    )
+            except ValueError as error:
+                # A custom call is fine here: its compiler is of this very version.
+                new = [export.DisabledSafetyCheck.custom_call(t) for t in _refused_calls(error)]
+                if not new or all(check in checks for check in new):
+                    raise CompileError(f"jax cannot export the program: {error}") from error
+                checks += new
+
+    def _mesh(self) -> tuple[tuple[str, int], ...]:
+        """The mesh that arguments are sharded over."""
+        for leaf in jax.tree.leaves((self.args, self.kwargs)):
+            mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+            if mesh is not None and mesh.size > 1:
+                return tuple(mesh.shape.items())
+        mesh = jax.sharding.get_abstract_mesh()
+        return tuple(mesh.shape.items())
+
+    def _memory_kinds(self, num_out: int) -> Any:
+        ins = tuple(argument.memory_kind for argument in self.arguments)
+        if all(kind is None for kind in ins):
+            return None
+        return ins, (None,) * num_out
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _refused_calls(error: ValueError) -> list[str]:
+    text = str(error)
+    return re.findall(r"'([^']+)'", text) if "custom call" in text else []
+
+
+def _callbacks(closed: Any) -> Iterator[str]:
+    for eqn in closed.jaxpr.eqns:
+        name = eqn.primitive.name
+        if "callback" in name or name == "debug_print":
+            yield source_line(eqn) or name
+        for sub in _jax.all_subjaxprs(eqn):
+            yield from _callbacks(sub)
+
+
+def _memory_kind(leaf: Any) -> str | None:
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return kind if kind is not None and "host" in kind else None
+
+
+def _dynamic_positions(args: Sequence[Any], traced: Sequence[Any]) -> list[int]:
+    """Where in the call each traced argument stood: static ones are gone from the trace."""
+    positions, k = [], 0
+    for tree in traced:
+        while k < len(args) - 1 and not _matches(args[k], tree):
+            k += 1
+        positions.append(k)
+        k += 1
+    return positions
+
+
+def _matches(arg: Any, infos: Any) -> bool:
+    if jax.tree.structure(arg) != jax.tree.structure(infos):
+        return False
+    pairs = zip(jax.tree.leaves(arg), jax.tree.leaves(infos), strict=True)
+    return all(
+        getattr(leaf, "shape", ()) == info.shape and _traceable(leaf) for leaf, info in pairs
+    )
+
+
+def _check_arrays(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[int]
+) -> None:
+    positions = [k for k in range(len(args)) if k not in static]
+    for name, leaf in named_leaves(fn, [args[k] for k in positions], kwargs, positions):
+        if not _traceable(leaf):
+            raise TypeError(
+                f"memory_report: argument '{name}' is not an array but {leaf!r} of type "
+                f"{type(leaf).__name__}; give its position in static_argnums=, bind it with "
+                "functools.partial, or pass an array or a jax.ShapeDtypeStruct"
+            )
+
+
+def _traceable(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def _is_jitted(fn: Any) -> bool:
+    return callable(getattr(fn, "lower", None)) and callable(getattr(fn, "trace", None))
+
+
+def _numbers(numbers: int | Sequence[int], count: int | None = None) -> tuple[int, ...]:
+    several = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return several if count is None else tuple(k + count if k < 0 else k for k in several)

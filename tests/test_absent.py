@@ -1,0 +1,214 @@
+"""`memory_report` for accelerators that are not there: figures, advice, cache, what goes wrong."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem
+
+GIB = 2**30
+LAYERS, WIDTH, BATCH = 24, 256, 512
+
+
+def spec(*shape: int, dtype: str = "float32", sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def scanned(weights: Any, h: jax.Array) -> jax.Array:
+    def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ w["a"]) @ w["b"] + h, None
+
+    return (jax.lax.scan(layer, h, weights)[0] ** 2).mean()
+
+
+def step_of(loss: Any) -> Any:
+    def step(params: Any, momentum: Any, batch: jax.Array) -> Any:
+        grads = jax.grad(loss)(params, batch)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return optax.apply_updates(params, momentum), momentum
+
+    return step
+
+
+PARAMS = {"a": spec(LAYERS, WIDTH, WIDTH), "b": spec(LAYERS, WIDTH, WIDTH)}
+BYTES = 2 * LAYERS * WIDTH * WIDTH * 4
+
+
+def report(loss: Any = scanned, batch: int = BATCH, **options: Any) -> jaxmem.MemoryReport:
+    options = {"target": "h100-80g", "donate_argnums": (0, 1), **options}
+    return jaxmem.memory_report(step_of(loss), PARAMS, PARAMS, spec(batch, WIDTH), **options)
+
+
+# ---------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize("target", ["h100-80g", "v5e-16g"])
+def test_the_sum_is_that_of_its_parts_and_arguments_are_split_by_path(target: str):
+    found = report(jaxmem.remat_full(scanned), target=target)
+    assert found.required_bytes == (
+        found.argument_bytes + found.output_bytes - found.alias_bytes + found.temp_bytes
+    )
+    half = BYTES // 2
+    assert {name: found.arguments[name] for name in ("params/a", "momentum/b", "batch")} == {
+        "params/a": half,
+        "momentum/b": half,
+        "batch": BATCH * WIDTH * 4,
+    }
+    assert sum(found.arguments.values()) == found.argument_bytes
+    assert found.alias_bytes == 2 * BYTES
+    assert found.fits
+    assert found.capacity_bytes == jaxmem.target(target).memory
+    # Of the two products of a layer the backward pass needs one again, next to six in all.
+    assert found.recompute_overhead == pytest.approx(1 / 6)
+    assert (found.source, found.target, found.devices) == ("compiled", target, 1)
+    assert {"jax", "jaxlib", "jaxmem"} < set(found.versions)
+    # A roofline: no faster than the matrix peak allows.
+    assert found.estimated_seconds is not None
+    assert found.matmul_flops is not None
+    assert found.estimated_seconds >= found.matmul_flops / jaxmem.target(target).matrix_peak
+
+
+def test_buffers_have_the_users_names_and_lines():
+    found = report()
+    temporary = [b for b in found.buffers if b.kind == "temporary"]
+    stacks = [b for b in temporary if b.shape == (LAYERS, BATCH, WIDTH)]
+    assert {b.name for b in stacks} >= {"tanh"}
+    assert all("test_absent.py" in b.source for b in stacks)
+    assert {b.name for b in found.buffers if b.kind == "argument"} >= {"params/a", "momentum/b"}
+    timeline = found.timeline
+    assert timeline is not None
+    assert max(timeline.bytes) <= found.required_bytes
+    assert any(loop.trip_count == LAYERS for loop in timeline.loops)
+    # What is listed is what is live there, but for the small.
+    listed = sum(b.bytes for b in found.buffers if b.place == "device")
+    assert listed == pytest.approx(max(timeline.bytes), rel=0.01)
+
+
+def test_policies_are_ordered_as_their_memory():
+    needs = {
+        name: report(jaxmem.remat(scanned, name)).temp_bytes
+        for name in ("none", "full", "sqrt", "revolve")
+    }
+    assert needs["revolve"] < needs["sqrt"] <= needs["full"] < needs["none"]
+
+
+@pytest.mark.parametrize("target", ["h100-80g", "v5e-16g"])
+def test_figures_of_a_sharded_program_are_for_one_device(target: str):
+    eight = jaxmem.target(target, devices=8)
+    mesh = eight.mesh({"data": 8})
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    params = jax.tree.map(lambda s: spec(*s.shape, sharding=whole), PARAMS)
+    batch = spec(BATCH, WIDTH, sharding=rows)
+    step = step_of(jaxmem.remat_full(scanned))
+    args = params, params, batch
+    found = jaxmem.memory_report(step, *args, target=eight, donate_argnums=(0, 1))
+    assert found.devices == 8
+    assert found.arguments["batch"] == BATCH * WIDTH * 4 // 8
+    assert found.arguments["params/a"] == BYTES // 2
+    assert "figures are for one of 8 devices" in found.notes
+    alone = report(jaxmem.remat_full(scanned), target=target)
+    for work in ("flops", "matmul_flops"):
+        assert getattr(found, work) == pytest.approx(getattr(alone, work) / 8, rel=0.01)
+    # A target asked for by name alone has as many devices as the mesh.
+    again = jaxmem.memory_report(step, *args, target=target, donate_argnums=(0, 1))
+    assert (again.required_bytes, again.cached) == (found.required_bytes, True)
+    with pytest.raises(ValueError, match=r"sharded over 8 device\(s\).*with 4"):
+        jaxmem.memory_report(step, *args, target=jaxmem.target(target, devices=4))
+
+
+def test_concrete_arrays_do_as_well_and_nothing_is_run():
+    def loud(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    x = np.ones((256, 256), np.float32)
+    found = jaxmem.memory_report(loud, x, target="h100-80g")
+    assert found.arguments == {"x": x.nbytes}
+
+
+# ---------------------------------------------------------------- what to do about it
+
+
+def test_advice_for_undecorated_code_names_the_stack():
+    found = report(batch=2**20, target="l4-24g")
+    assert found.fits is False
+    assert "decorate what scans over the 24 layers (test_absent.py:" in found.verdict
+    assert found.suggestion is None
+
+
+def test_advice_for_decorated_code_is_the_next_policy_that_fits():
+    found = report(jaxmem.remat(scanned, "none"), batch=2**20, target="l4-24g")
+    assert found.suggestion is not None
+    assert found.capacity_bytes is not None
+    assert found.suggestion.required_bytes <= found.capacity_bytes
+    assert f"{found.suggestion.policy} would" in found.verdict
+    assert found.suggestion.policy == "@jaxmem.remat_sqrt(levels=2)"
+    again = report(jaxmem.remat_sqrt(levels=2)(scanned), batch=2**20, target="l4-24g")
+    assert (again.required_bytes, again.fits) == (found.suggestion.required_bytes, True)
+    quiet = report(jaxmem.remat(scanned, "none"), batch=2**20, target="l4-24g", suggest=False)
+    assert (quiet.fits, quiet.suggestion, quiet.advice) == (False, None, "")
+
+
+def test_where_nothing_helps_it_says_what_is_left():
+    found = report(jaxmem.remat_full(scanned), batch=2**25, target="l4-24g")
+    assert found.suggestion is None
+    assert "arguments and results alone are too large" in found.verdict
+
+
+def test_a_tpu_program_that_is_too_large_is_a_report():
+    found = report(batch=2**20, target="v5e-16g", suggest=False)
+    assert found.fits is False
+    assert found.capacity_bytes is not None
+    assert found.required_bytes > found.capacity_bytes
+    assert any("refused the program" in note for note in found.notes)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_the_second_time_is_from_the_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path))
+    first, second = report(), report()
+    assert (first.cached, second.cached, second.compile_seconds) == (False, True, 0.0)
+    assert first.buffers == second.buffers
+    assert first.required_bytes == second.required_bytes
+    # Another function, other options or no cache compile again.
+    assert not report(jaxmem.remat_full(scanned)).cached
+    assert not report(compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True}).cached
+    assert not report(cache=False).cached
+    start = time.process_time()
+    report()
+    assert time.process_time() - start < 5
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_what_cannot_be_exported_is_said():
+    def calls_back(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(np.sin, x, x)
+
+    with pytest.raises(jaxmem.CompileError, match="calls back into Python"):
+        jaxmem.memory_report(calls_back, spec(8), target="h100-80g")
+
+
+def test_fused_attention_without_cudnn_says_what_to_install():
+    def attention(q: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
+
+    with pytest.raises(jaxmem.CompileError, match="nvidia-cudnn-cu13"):
+        jaxmem.memory_report(attention, spec(2, 128, 4, 64, dtype="bfloat16"), target="h100-80g")
+
+
+def test_offload_warns_of_the_cpu_only_on_the_cpu():
+    decorated = jaxmem.remat_offload(scanned)
+    found = report(decorated)  # warnings are errors here
+    assert found.host_bytes >= LAYERS * BATCH * WIDTH * 4
+    with pytest.warns(jaxmem.OffloadWarning):
+        report(decorated, target="local")
