@@ -35,7 +35,8 @@ class Analysis:
     """What was found; all bytes are those of one device.
 
     Attributes:
-      buffers: what is alive at the peak, largest first, in device memory or elsewhere.
+      buffers: what is alive at the peak of device memory, and in on-chip and in host memory
+        at the peaks of these; largest first.
       small_bytes: those in device memory that are not listed: below 1 KiB, and tables of pointers.
       timeline: live bytes in device memory.
       live_peak_bytes: their highest; the listed buffers on the device and `small_bytes` sum to it.
@@ -120,15 +121,18 @@ def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
             parameters[allocation.parameter] = before + allocation.size
     on_device = [a for a in found if place(a.color, module.tiled) == "device"]
     points = live_bytes(on_device, order)
-    peak_step, peak = max(points, key=lambda point: (point[1], -point[0]))
+    peak_step, peak = _highest(points)
     heap = sum(a.size for a in on_device if not a.lasting)
     fixed = sum(a.size for a in on_device if a.lasting)
-    buffers = rows(module, found, order, peak_step)
+    buffers = rows(module, on_device, order, peak_step)
+    for elsewhere in ("on-chip", "host"):
+        there = [a for a in found if place(a.color, module.tiled) == elsewhere]
+        buffers += rows(module, there, order, _highest(live_bytes(there, order))[0])
     listed = [b for b in buffers if b.place == "device"]
     flops, recomputed, unknown = matmul_flops(module)
     remade = _made_again(module, order)
     return Analysis(
-        buffers=buffers,
+        buffers=tuple(sorted(buffers, key=lambda b: (-b.bytes, b.place, b.instruction))),
         small_bytes=peak - sum(b.bytes for b in listed),
         timeline=_timeline(module, order, points, peak_step),
         live_peak_bytes=peak,
@@ -149,6 +153,11 @@ def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _highest(points: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Step and bytes of the peak, the first of equals."""
+    return max(points, key=lambda point: (point[1], -point[0]))
 
 
 def _timeline(

@@ -19,7 +19,7 @@ Place = Literal["device", "on-chip", "host"]
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One piece of memory at the peak; values that share it are one row.
+    """One piece of memory at the peak of its place; values that share it are one row.
 
     Attributes:
       bytes: its size in memory, padding included.

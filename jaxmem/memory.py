@@ -225,7 +225,7 @@ def _notes(
             "arguments in host memory are counted as device memory: the GPU compiler says so of "
             "those that are not donated and returned to the host"
         )
-    if not compiled.assembled:
+    if compiled.platform == "gpu" and not compiled.assembled:
         notes.append(
             "NVIDIA's assembler is not installed here, so that the program was not made into "
             "machine code; its memory is decided before, and the figures are the same"

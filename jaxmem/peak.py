@@ -22,14 +22,14 @@ _LEAST = 1024
 def rows(
     module: hlo.Module, allocations: Iterable[Allocation], schedule: Schedule, step: int
 ) -> tuple[Buffer, ...]:
-    """The buffers alive at a step, largest first; without small ones and tables of pointers."""
+    """The buffers alive at a step, without small ones and tables of pointers."""
     found: list[Buffer] = []
     for allocation in allocations:
         if allocation.lasting:
             found += _lasting(module, allocation, schedule)
         else:
             found += _sharing(module, allocation, schedule, step)
-    return tuple(sorted(found, key=lambda row: (-row.bytes, row.instruction)))
+    return tuple(found)
 
 
 # ---------------------------------------------------------------- implementation

@@ -214,9 +214,10 @@ class MemoryReport:
             )
         if self.fits_by_default is False:
             default = size(self.default_capacity_bytes or 0)
+            fraction = 0.95 if self.required_bytes <= 0.95 * self.capacity_bytes else 0.99
             return (
                 f"{of}: fits, but not in the {default} that jax takes by default; "
-                "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+                f"set XLA_PYTHON_CLIENT_MEM_FRACTION={fraction}"
             )
         return f"{of}: fits"
 

@@ -1,4 +1,4 @@
-"""What is made of the compiler's texts: sums, the buffers at the peak and their names, timelines."""
+"""What is made of the compiler's texts: sums, buffers at the peak and their names, timelines."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from jaxmem.analysis import Analysis, analyse
 from jaxmem.buffers import Allocation, Buffer, Schedule, Value, allocations
 from jaxmem.liveness import live_bytes, thinned
 
-LAYERS, WIDTH, BATCH = 8, 256, 4096
+LAYERS, WIDTH, BATCH = 8, 256, 2048
 
 
 def spec(*dims: int, dtype: str = "float32", sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -34,7 +34,7 @@ def spec(*dims: int, dtype: str = "float32", sharding: Any = None) -> jax.ShapeD
 # ---------------------------------------------------------------- programs
 
 WEIGHTS = {key: spec(LAYERS, WIDTH, WIDTH) for key in "ab"}
-INPUT = spec(BATCH, WIDTH)
+INPUT, FEW = spec(BATCH, WIDTH), spec(512, WIDTH)
 
 
 def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
@@ -96,7 +96,7 @@ IMAGES = spec(8, 8, 8, 8)
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "scan": (jax.grad(loss), (WEIGHTS, INPUT), {}),
     "donated": (step, (WEIGHTS, WEIGHTS, INPUT), {"donate": range(4)}),
-    "offloaded": (offloaded, (WEIGHTS, INPUT), {}),
+    "offloaded": (offloaded, (WEIGHTS, FEW), {}),
     "convolutional": (
         convolutional,
         (jax.eval_shape(Net().init, jax.random.key(0), IMAGES), IMAGES),
@@ -152,8 +152,11 @@ def test_sums_are_the_compilers_own(program: str, where: str):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_peak_is_that_of_the_compiler(program: str):
     given = texts(program, "gpu")
-    # It leaves out tables of pointers that are not in use at its peak.
-    assert given.analysis.live_peak_bytes == pytest.approx(given.stats["peak_bytes"], abs=1024)
+    found, peak = given.analysis, given.stats["peak_bytes"]
+    # It leaves out tables of pointers that are not in use at its peak, and has what is on
+    # the host in it, if that is in use.
+    assert found.live_peak_bytes - 1024 <= peak
+    assert peak <= found.live_peak_bytes + found.space_bytes["host"]
 
 
 @pytest.mark.parametrize(("program", "where"), CASES)
@@ -216,7 +219,8 @@ def test_a_stack_is_called_what_is_written_into_it(where: str):
     assert found["add"].source == line(layer, 3)
     for name in set(found) & {"tanh", "sub"}:
         assert found[name].source == line(layer, 2)
-    assert all(buffer.place == "device" for buffer in found.values())
+    places = {buffer.place for buffer in found.values()}
+    assert places <= ({"device", "on-chip"} if where == "tpu" else {"device"})
 
 
 @pytest.mark.parametrize("where", PLATFORMS)
@@ -228,11 +232,11 @@ def test_gradients_say_that_they_are_of_the_way_back(where: str):
     assert {b.source for b in gradients} == {line(layer, 2), line(layer, 3)}
 
 
-def test_what_is_offloaded_is_on_the_host():
-    (there,) = (b for b in texts("offloaded", "gpu").analysis.buffers if b.place == "host")
-    assert (there.shape, there.bytes) == ((LAYERS, BATCH, WIDTH), LAYERS * BATCH * WIDTH * 4)
+@pytest.mark.parametrize("where", ["gpu", "tpu"])
+def test_what_is_offloaded_is_on_the_host(where: str):
+    (there,) = (b for b in texts("offloaded", where).analysis.buffers if b.place == "host")
+    assert (there.shape, there.bytes) == ((LAYERS, 512, WIDTH), LAYERS * 512 * WIDTH * 4)
     assert (there.name, there.source) == ("add", line(layer, 3))
-    assert not stacks(dataclasses.replace(texts("offloaded", "gpu").analysis, buffers=())), "moved"
 
 
 def test_arguments_and_their_copies():
@@ -278,8 +282,8 @@ def test_padding_of_tiles():
     (argument,) = (b for b in found.buffers if b.kind == "argument")
     assert argument.bytes >= 1000 * 4 * 3
     assert argument.padding_bytes == argument.bytes - 1000 * 4 * 3
-    wide = compiled("tpu", lambda x: jnp.sin(x), spec(8, 512, 5, 3)).analysis
-    assert wide.padding_bytes > 0.5 * wide.live_peak_bytes
+    few_channels = texts("convolutional", "tpu").analysis
+    assert few_channels.padding_bytes > 0.5 * few_channels.live_peak_bytes
     assert texts("scan", "gpu").analysis.padding_bytes == 0
 
 
