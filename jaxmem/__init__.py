@@ -20,7 +20,9 @@ from jaxmem.errors import OffloadWarning as OffloadWarning
 from jaxmem.find import LayerStack as LayerStack
 from jaxmem.inspect import PlannedStack as PlannedStack
 from jaxmem.inspect import stacks as stacks
-from jaxmem.job import Job as Job
+from jaxmem.jobs.job import Job as Job
+from jaxmem.jobs.verify import Verification as Verification
+from jaxmem.jobs.verify import verify as verify
 from jaxmem.memory import memory_report as memory_report
 from jaxmem.plan import Plan as Plan
 from jaxmem.policies import Policy as Policy
@@ -42,7 +44,5 @@ from jaxmem.targets import CompileError as CompileError
 from jaxmem.targets import Target as Target
 from jaxmem.targets import target as target
 from jaxmem.tracing import use_policy as use_policy
-from jaxmem.verify import Verification as Verification
-from jaxmem.verify import verify as verify
 
 __version__ = "0.1.0"

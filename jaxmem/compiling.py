@@ -16,9 +16,10 @@ from typing import Any
 import jax
 
 from jaxmem import targets
-from jaxmem.analysis import Analysis, analyse
 from jaxmem.digest import digest
+from jaxmem.hlo.analysis import Analysis, analyse
 from jaxmem.program import Exported, Program
+from jaxmem.records import from_data, to_data
 from jaxmem.targets import installed
 
 # ---------------------------------------------------------------- types
@@ -36,7 +37,7 @@ class Compiled:
       capacity_bytes, default_capacity_bytes: what one device has, and takes by default.
       bandwidth, matrix_peak: bytes and floating-point operations per second.
       versions, flags: what compiled it, and with which options.
-      seconds: how long that took.
+      seconds: how long that took, when it was compiled.
       cached: whether all this is from the disk.
       too_large_bytes: what it would need, where the compiler refused it for that.
       message: its refusal.
@@ -168,41 +169,25 @@ def compile_elsewhere(
     donate = tuple(k for k, argument in enumerate(program.arguments) if argument.donated)
     store = targets.Cache() if cache else None
     key = _key(exported, target, donate, options)
-    found = store.get(key) if store else None
+    found = _Outcome.kept(store.get(key)) if store else None
+    cached = found is not None
     if found is None:
-        output = targets.compile_for(
+        found = _outcome(
+            targets.compile_for(
+                target,
+                exported.blob,
+                donate=donate,
+                mesh_axes=exported.mesh,
+                memory_kinds=exported.memory_kinds,
+                compiler_options=options,
+                timeout=timeout,
+            ),
             target,
-            exported.blob,
-            donate=donate,
-            mesh_axes=exported.mesh,
-            memory_kinds=exported.memory_kinds,
-            compiler_options=options,
-            timeout=timeout,
         )
-        if output.too_large_space == "vmem":
-            raise targets.CompileError(
-                f"a kernel of the program needs more on-chip memory than {target.name} has: "
-                f"{output.message}",
-                output.log,
-            )
-        found = {
-            "stats": output.stats,
-            "analysis": _analysed(output),
-            "versions": output.versions,
-            "too_large_bytes": output.too_large_bytes,
-            "message": output.message,
-            "assembled": output.assembled,
-            "log": output.log,
-            "seconds": output.seconds,
-        }
         if store:
-            store.put(key, found)
-        cached = False
-    else:
-        cached = True
+            store.put(key, to_data(found))
     return Compiled(
-        stats=found["stats"],
-        analysis=None if found["analysis"] is None else Analysis.from_dict(found["analysis"]),
+        **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
         kept=exported.kept,
         target=target.name,
         device=target.device,
@@ -212,21 +197,51 @@ def compile_elsewhere(
         default_capacity_bytes=target.default_bytes,
         bandwidth=target.bandwidth,
         matrix_peak=target.matrix_peak,
-        versions=found["versions"],
         flags=_flags(options),
-        seconds=0.0 if cached else found["seconds"],
         cached=cached,
-        too_large_bytes=found["too_large_bytes"],
-        message=found["message"],
-        assembled=found["assembled"],
-        log=found["log"],
     )
 
 
-def _analysed(output: "targets.CompilerOutput") -> dict[str, Any] | None:
-    if not (output.hlo and output.assignment and output.live_range):
-        return None
-    return analyse(output.hlo, output.assignment, output.live_range).to_dict()
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What of `Compiled` is kept on disk."""
+
+    stats: dict[str, int | None]
+    analysis: Analysis | None
+    versions: dict[str, str]
+    seconds: float
+    too_large_bytes: int | None
+    message: str
+    assembled: bool
+    log: str
+
+    @classmethod
+    def kept(cls, data: Any) -> "_Outcome | None":
+        """What was kept; None if there is none, or another version of jaxmem kept it."""
+        try:
+            return data and from_data(cls, data)
+        except ValueError:
+            return None
+
+
+def _outcome(output: "targets.CompilerOutput", target: "targets.Target") -> _Outcome:
+    if output.too_large_space == "vmem":
+        raise targets.CompileError(
+            f"a kernel of the program needs more on-chip memory than {target.name} has: "
+            f"{output.message}",
+            output.log,
+        )
+    texts = output.hlo, output.assignment, output.live_range
+    return _Outcome(
+        stats=output.stats,
+        analysis=analyse(*texts) if all(texts) else None,
+        versions=output.versions,
+        seconds=output.seconds,
+        too_large_bytes=output.too_large_bytes,
+        message=output.message,
+        assembled=output.assembled,
+        log=output.log,
+    )
 
 
 def _for_devices(target: "targets.Target", exported: Exported) -> "targets.Target":
@@ -254,12 +269,7 @@ def _key(
         flags=_flags(options),
         settings=targets.settings(),
         versions=targets.versions(target),
-        form=_FORM,
     )
-
-
-# Of what is kept on disk; another one when `analyse` finds more or other things.
-_FORM = 1
 
 
 def _flags(options: dict[str, Any]) -> dict[str, str]:

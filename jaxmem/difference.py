@@ -15,7 +15,7 @@ from jaxmem.show import changes
 from jaxmem.show.blocks import Block, plain
 
 if TYPE_CHECKING:
-    from jaxmem.buffers import Buffer
+    from jaxmem.hlo.buffers import Buffer
     from jaxmem.report import MemoryReport
 
 # ---------------------------------------------------------------- types

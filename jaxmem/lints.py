@@ -150,10 +150,11 @@ def _compilers_own(program: Program, compiled: Compiled, work: Costs) -> Iterato
 def _padding(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
     if compiled.analysis is None:
         return
-    live = sum(buffer.bytes for buffer in compiled.analysis.buffers)
+    buffers = [b for b in compiled.analysis.buffers if b.place == "device"]
+    live = sum(buffer.bytes for buffer in buffers)
     padding = compiled.analysis.padding_bytes
     if padding > _PADDING * live:
-        worst = max(compiled.analysis.buffers, key=lambda buffer: buffer.padding_bytes)
+        worst = max(buffers, key=lambda buffer: buffer.padding_bytes)
         shape = f"{worst.dtype}[{','.join(map(str, worst.shape))}]"
         where = f" ({worst.source})" if worst.source else ""
         yield Lint(

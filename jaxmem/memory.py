@@ -12,10 +12,10 @@ from typing import Any
 
 from jaxmem import targets
 from jaxmem.advice import advise
-from jaxmem.analysis import Analysis
-from jaxmem.buffers import Buffer
 from jaxmem.compiling import Compiled, compile_elsewhere, compile_here
 from jaxmem.costs import Costs, costs
+from jaxmem.hlo.analysis import Analysis
+from jaxmem.hlo.buffers import Buffer
 from jaxmem.lints import lints
 from jaxmem.program import Argument, Program
 from jaxmem.report import MemoryReport
@@ -116,16 +116,9 @@ def _report(program: Program, compiled: Compiled) -> MemoryReport:
     work = costs(program.jaxpr)
     stats = compiled.stats
     arguments = _argument_bytes(program, compiled)
-    argument = stats.get("argument_bytes") or sum(arguments.values())
+    argument = sum(arguments.values())
     output, alias = stats.get("output_bytes") or 0, stats.get("alias_bytes") or 0
-    temp = stats.get("temp_bytes") or 0
-    if compiled.too_large_bytes is not None and argument + output - alias + temp < (
-        compiled.capacity_bytes or 0
-    ):
-        # The compiler gave up before it had numbers; its message has the sum.
-        argument = min(sum(arguments.values()), compiled.too_large_bytes)
-        output = alias = 0
-        temp = compiled.too_large_bytes - argument
+    temp = _temporaries(compiled, argument + output - alias)
     host = (
         (stats.get("host_argument_bytes") or 0)
         + (stats.get("host_output_bytes") or 0)
@@ -165,7 +158,7 @@ def _report(program: Program, compiled: Compiled) -> MemoryReport:
         notes=_notes(program, compiled, work, arguments),
         versions={"jaxmem": __version__, **compiled.versions},
         flags=compiled.flags,
-        compile_seconds=compiled.seconds,
+        compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
     )
 
@@ -186,10 +179,30 @@ def _argument_bytes(program: Program, compiled: Compiled) -> dict[str, int]:
         if _on_host(argument, compiled) and rest >= argument.bytes:  # see `_notes`
             found[argument.name] += argument.bytes
             rest -= argument.bytes
-    # Whatever the layout of a device adds, and constants that were made arguments.
-    if rest:
+    # Whatever the layout of a device adds, and arrays that the function closes over.
+    if rest := rest + _constants(compiled):
         found["(constants and padding)"] = rest
     return found
+
+
+def _constants(compiled: Compiled) -> int:
+    """Bytes of the arrays that a program closes over; the scalars of every program left out.
+
+    The compilers for CPU and GPU have them in none of their sums.
+    """
+    found = 0 if compiled.analysis is None else compiled.analysis.constant_bytes
+    return found if found >= 2**10 else 0
+
+
+def _temporaries(compiled: Compiled, others: int) -> int:
+    analysis, said = compiled.analysis, compiled.stats.get("temp_bytes") or 0
+    if compiled.platform == "tpu" and analysis is not None:
+        # What this compiler says of its temporaries may have donated arguments in it, once
+        # more.  Its allocations are what it holds against the memory of the chip.
+        return analysis.space_bytes["device"] - others
+    if compiled.too_large_bytes is not None and analysis is None:
+        return compiled.too_large_bytes - others
+    return said
 
 
 def _on_host(argument: Argument, compiled: Compiled) -> bool:

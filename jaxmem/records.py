@@ -1,7 +1,8 @@
 """Frozen dataclasses to JSON and back, strictly: whatever does not fit is an error that says where.
 
 The types are read from the dataclass itself: numbers, texts, `None`, unions,
-`Literal`, tuples of one type, dicts with text keys, and other such dataclasses.
+`Literal`, tuples of one type, dicts with texts or numbers as keys, and other such
+dataclasses.
 """
 
 import dataclasses
@@ -78,7 +79,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_read(parts[0], item, f"{where}[{k}]") for k, item in enumerate(value))
     if origin is dict and isinstance(value, dict):
-        return {str(key): _read(parts[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {
+            _key(parts[0], key, where): _read(parts[1], item, f"{where}.{key}")
+            for key, item in value.items()
+        }
     if dataclasses.is_dataclass(kind):
         return from_data(kind, value, where)
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -87,6 +91,13 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if (kind is int and whole) or (kind in (str, bool) and isinstance(value, kind)):
         return value
     raise ValueError(f"{where}: expected {_word(kind, origin)}, got {_short(value)}")
+
+
+def _key(kind: Any, key: Any, where: str) -> Any:
+    """A key of a dict, which JSON has as text whatever it was."""
+    if kind is int and not str(key).isdecimal():
+        raise ValueError(f"{where}: expected whole numbers as keys, got {_short(key)}")
+    return kind(key)
 
 
 def _word(kind: Any, origin: Any) -> str:

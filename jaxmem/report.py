@@ -12,7 +12,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxmem.buffers import Buffer, Timeline
+from jaxmem.hlo.buffers import Buffer, Timeline
 from jaxmem.records import from_data, to_data
 from jaxmem.text import size
 

@@ -12,7 +12,7 @@ import jax
 from jax import export
 
 from jaxmem import targets
-from jaxmem.analysis import Analysis, analyse
+from jaxmem.hlo.analysis import Analysis, analyse
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 NAMES = {"gpu": "h100-80g", "tpu": "v5e-16g"}

@@ -132,6 +132,25 @@ def test_concrete_arrays_do_as_well_and_nothing_is_run():
     assert found.arguments == {"x": x.nbytes}
 
 
+@pytest.mark.parametrize("target", ["local", "h100-80g", "v5e-16g"])
+def test_arrays_that_a_function_closes_over_are_counted(target: str):
+    table = np.arange(2**20, dtype=np.float32).reshape(1024, 1024)
+    found = jaxmem.memory_report(lambda x: x @ table, spec(8, 1024), target=target)
+    assert found.arguments["x"] == 8 * 1024 * 4
+    assert sum(found.arguments.values()) == found.argument_bytes
+    # A TPU multiplies bf16, and keeps the table so.
+    held = table.nbytes // (2 if target.startswith("v5e") else 1)
+    assert found.argument_bytes == pytest.approx(held + 8 * 1024 * 4, rel=0.01)
+    assert found.required_bytes >= held
+
+
+def test_on_a_tpu_donation_counts_once():
+    """The sums of this compiler have donated arguments twice; the allocations do not."""
+    donated = report(jaxmem.remat_full(scanned), target="v5e-16g")
+    kept = report(jaxmem.remat_full(scanned), target="v5e-16g", donate_argnums=())
+    assert donated.required_bytes <= kept.required_bytes - BYTES
+
+
 # ---------------------------------------------------------------- what to do about it
 
 

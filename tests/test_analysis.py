@@ -20,9 +20,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem import targets
-from jaxmem.analysis import Analysis, analyse
-from jaxmem.buffers import Allocation, Buffer, Schedule, Value, allocations
-from jaxmem.liveness import live_bytes, thinned
+from jaxmem.hlo.analysis import Analysis, analyse
+from jaxmem.hlo.buffers import Allocation, Buffer, Schedule, Value, allocations
+from jaxmem.hlo.liveness import live_bytes, thinned
 
 LAYERS, WIDTH, BATCH = 8, 256, 2048
 

@@ -17,8 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxmem import hlo, hlo_flops, hlo_loops, naming
-from jaxmem.hlo_shapes import bits, shape
+from jaxmem.hlo import flops as hlo_flops
+from jaxmem.hlo import loops as hlo_loops
+from jaxmem.hlo import naming
+from jaxmem.hlo import text as hlo
+from jaxmem.hlo.shapes import bits, shape
 
 
 def spec(*dims: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:

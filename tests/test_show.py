@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxmem.buffers import Buffer, Loop
+from jaxmem.hlo.buffers import Buffer, Loop
 from jaxmem.memory import memory_report
 from jaxmem.report import Lint, MemoryReport, Suggestion
 from jaxmem.show import labels

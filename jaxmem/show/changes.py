@@ -18,8 +18,8 @@ from jaxmem.show.words import (
 from jaxmem.text import size
 
 if TYPE_CHECKING:
-    from jaxmem.buffers import Buffer
     from jaxmem.difference import BufferChange, Difference
+    from jaxmem.hlo.buffers import Buffer
     from jaxmem.report import MemoryReport
 
 NUMBERS = (

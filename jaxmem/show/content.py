@@ -9,7 +9,7 @@ from jaxmem.show.words import clean, cut_source, flops, seconds, share, signed_s
 from jaxmem.text import size
 
 if TYPE_CHECKING:
-    from jaxmem.buffers import Buffer
+    from jaxmem.hlo.buffers import Buffer
     from jaxmem.report import MemoryReport
 
 # ---------------------------------------------------------------- types

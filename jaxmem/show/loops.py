@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jaxmem.buffers import Loop, Timeline
+    from jaxmem.hlo.buffers import Loop, Timeline
 
 # Parts of the height of a figure.
 ROW = 0.045

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jaxmem.buffers import Timeline
+    from jaxmem.hlo.buffers import Timeline
     from jaxmem.report import MemoryReport
 
 # ---------------------------------------------------------------- API

@@ -10,7 +10,7 @@ with a tree over addresses.)
 import bisect
 from collections.abc import Iterable, Sequence
 
-from jaxmem.buffers import Allocation, Schedule, Value
+from jaxmem.hlo.buffers import Allocation, Schedule, Value
 
 # ---------------------------------------------------------------- API
 

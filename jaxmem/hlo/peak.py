@@ -7,11 +7,11 @@ update.  The row has the name that says most of these.
 
 from collections.abc import Iterable, Sequence
 
-from jaxmem import hlo
-from jaxmem.buffers import Allocation, Buffer, Kind, Schedule, Value, place
-from jaxmem.hlo_shapes import shape as read_shape
-from jaxmem.liveness import live_range
-from jaxmem.naming import Origin, origin
+from jaxmem.hlo import text as hlo
+from jaxmem.hlo.buffers import Allocation, Buffer, Kind, Schedule, Value, place
+from jaxmem.hlo.liveness import live_range
+from jaxmem.hlo.naming import Origin, origin
+from jaxmem.hlo.shapes import shape as read_shape
 
 # What is smaller is of no interest.
 _LEAST = 1024

@@ -13,8 +13,8 @@ import os
 import re
 import sysconfig
 
-from jaxmem.hlo import Frame, Instruction, Module
-from jaxmem.hlo_values import Value, update_of, way
+from jaxmem.hlo.text import Frame, Instruction, Module
+from jaxmem.hlo.values import Value, update_of, way
 
 # ---------------------------------------------------------------- types
 
@@ -157,7 +157,7 @@ def _words(text: str) -> frozenset[str]:
 
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _INLINE = re.compile(r'\bsource_file="([^"]*)" source_line=(\d+)')
-_OWN = os.path.dirname(os.path.abspath(__file__)).replace("\\", "/") + "/"
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))).replace("\\", "/") + "/"
 _STANDARD = tuple(
     os.path.abspath(sysconfig.get_path(name)).replace("\\", "/") + "/"
     for name in ("stdlib", "platstdlib")

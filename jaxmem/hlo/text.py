@@ -3,7 +3,7 @@
 Line by line and no deeper than asked: an instruction keeps its attributes as text
 until one of them is wanted, so that megabytes take a fraction of a second.  What is
 read here is the same on every backend and in jax 0.10 to 0.12; what follows from it
-is in `hlo_loops`, `hlo_flops`, `hlo_values` and `naming`.
+is in `loops`, `flops`, `values` and `naming`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from jaxmem.hlo_shapes import Shape, shape
+from jaxmem.hlo.shapes import Shape, shape
 
 # ---------------------------------------------------------------- types
 

@@ -5,7 +5,7 @@ fusions, loops and their carries; and, for a stack that is filled in place, from
 stack to what is written into it.
 """
 
-from jaxmem.hlo import Computation, Instruction, Module
+from jaxmem.hlo.text import Computation, Instruction, Module
 
 # ---------------------------------------------------------------- types
 

@@ -14,9 +14,9 @@ import math
 import re
 from collections.abc import Sequence
 
-from jaxmem.hlo import Instruction, Module
-from jaxmem.hlo_loops import trip_count
-from jaxmem.hlo_shapes import Shape
+from jaxmem.hlo.loops import trip_count
+from jaxmem.hlo.shapes import Shape
+from jaxmem.hlo.text import Instruction, Module
 
 # ---------------------------------------------------------------- API
 

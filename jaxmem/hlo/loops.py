@@ -8,7 +8,7 @@ a constant, grows by a constant in each iteration, and is compared with a consta
 import json
 import re
 
-from jaxmem.hlo import Computation, Instruction, Module
+from jaxmem.hlo.text import Computation, Instruction, Module
 
 # A value as (element of the loop's tuple or None for none, constant): their sum.
 _Linear = tuple[int | None, int]

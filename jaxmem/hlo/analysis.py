@@ -10,8 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmem import hlo, naming
-from jaxmem.buffers import (
+from jaxmem.hlo import naming
+from jaxmem.hlo import text as hlo
+from jaxmem.hlo.buffers import (
     Buffer,
     Loop,
     Place,
@@ -21,10 +22,10 @@ from jaxmem.buffers import (
     place,
     schedule,
 )
-from jaxmem.hlo_flops import matmul_flops
-from jaxmem.hlo_loops import trip_count
-from jaxmem.liveness import live_bytes, thinned
-from jaxmem.peak import rows
+from jaxmem.hlo.flops import matmul_flops
+from jaxmem.hlo.liveness import live_bytes, thinned
+from jaxmem.hlo.loops import trip_count
+from jaxmem.hlo.peak import rows
 from jaxmem.records import from_data, to_data
 
 # ---------------------------------------------------------------- types
@@ -76,10 +77,7 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """As what `json` writes."""
-        return {
-            **to_data(self),
-            "parameter_bytes": {str(k): size for k, size in self.parameter_bytes.items()},
-        }
+        return to_data(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> "Analysis":
@@ -88,11 +86,7 @@ class Analysis:
         Raises:
           ValueError: it is not of that form; says where.
         """
-        found = from_data(cls, data)
-        if bad := [k for k in found.parameter_bytes if not str(k).isdecimal()]:
-            raise ValueError(f"parameter_bytes: expected numbers of arguments, got {bad[0]!r}")
-        numbered = {int(k): size for k, size in found.parameter_bytes.items()}
-        return dataclasses.replace(found, parameter_bytes=numbered)
+        return from_data(cls, data)
 
 
 # ---------------------------------------------------------------- API

@@ -1,0 +1,57 @@
+"""What `report` and `sweep` check before anything is compiled."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxmem.jobs.job import Job
+from jaxmem.jobs.load import Entry
+from jaxmem.jobs.parse import PolicyText
+
+if TYPE_CHECKING:
+    from jaxmem.program import Program
+
+NO_STACKS = (
+    "warning: the policy does nothing: no layer stack in the step is decorated with jaxmem.remat, "
+    "and the job takes no keyword policy"
+)
+
+
+def settings_of(entry: Entry, settings: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """--set as keywords of the job."""
+    return entry.parse(once(settings))
+
+
+def once(settings: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """--set as texts, none given twice."""
+    keys = [key for key, _ in settings]
+    if twice := [key for k, key in enumerate(keys) if key in keys[:k]]:
+        raise click.UsageError(f"--set {twice[0]}=… is given twice")
+    return dict(settings)
+
+
+def check_policies(entry: Entry, policies: tuple[PolicyText, ...]) -> None:
+    """Refuse a mistyped policy before anything is compiled.
+
+    Raises:
+      ValueError, TypeError: no such policy or option.
+    """
+    for policy in policies:
+        with entry.under(policy):
+            pass
+
+
+def trace(job: Job, platform: str | None = None) -> "Program":
+    """The job's step, traced for a platform, None for the attached one; within `Entry.under`."""
+    from jaxmem.program import Program
+
+    donated, static = job.donate_argnums, job.static_argnums
+    return Program(job.step, job.args, dict(job.kwargs), donated, static, platform)
+
+
+def does_nothing(entry: Entry, job: Job, policy: PolicyText) -> bool:
+    """Whether a policy was asked for that has no decorated stack to act on."""
+    if not entry.is_forced(policy):
+        return False
+    with entry.under(policy):
+        return not trace(job).record.regions

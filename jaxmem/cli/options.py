@@ -1,0 +1,98 @@
+"""What several commands take: lists with commas, settings of a job, policies, targets."""
+
+import os
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+_POLICIES = ("own", "none", "full", "dots", "dots_no_batch", "sqrt", "revolve", "offload")
+
+# ---------------------------------------------------------------- types
+
+
+class Names(click.ParamType):
+    """Texts with commas between them, each one once."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        if "" in parts:
+            self.fail(f"{value!r} has an empty entry; write a,b,c", param, ctx)
+        if twice := [part for k, part in enumerate(parts) if part in parts[:k]]:
+            self.fail(f"{twice[0]!r} stands twice in {value!r}", param, ctx)
+        return tuple(parts)
+
+
+class Setting(click.ParamType):
+    """key=value."""
+
+    name = "key=value"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = value.partition("=")
+        if not equals or not key.isidentifier():
+            self.fail(f"{value!r} is no setting; write key=value, as in batch=16", param, ctx)
+        return key, text
+
+
+# ---------------------------------------------------------------- options
+
+
+def _complete_names(known: Callable[[], tuple[str, ...]]) -> Any:
+    def complete(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        used = before.split(",")
+        return [
+            CompletionItem(before + comma + name)
+            for name in known()
+            if name.startswith(last) and name not in used
+        ]
+
+    return complete
+
+
+def target_names() -> tuple[str, ...]:
+    """The names of the catalogue, read without importing jax."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    with open(os.path.join(package, "targets", "accelerators.toml"), "rb") as file:
+        tables = tomllib.load(file)
+    rows = [rows for rows in tables.values() if isinstance(rows, dict)]
+    return ("local", *(name for table in rows for name in table))
+
+
+complete_targets = _complete_names(target_names)
+complete_policies = _complete_names(lambda: _POLICIES)
+
+job_argument = click.argument("where", metavar="JOB")
+
+set_option = click.option(
+    "--set",
+    "settings",
+    type=Setting(),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A keyword of the job, such as batch=16; may be given several times.",
+)
+
+timeout_option = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=900.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Stop a compiler that takes longer.",
+)
+
+cache_option = click.option("--no-cache", is_flag=True, help="Compile anew, and keep nothing.")
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="JSON, and nothing else on standard output."
+)

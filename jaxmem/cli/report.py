@@ -1,0 +1,157 @@
+"""`jaxmem report`: one job on one or several targets, compiled at the same time."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxmem.cli.failure import explained, one_line
+from jaxmem.cli.options import (
+    Names,
+    cache_option,
+    complete_policies,
+    complete_targets,
+    job_argument,
+    json_option,
+    set_option,
+    timeout_option,
+)
+from jaxmem.cli.streams import emit, results_only, say
+from jaxmem.jobs.parse import PolicyText
+
+if TYPE_CHECKING:
+    from jaxmem.report import MemoryReport
+
+
+@click.command()
+@job_argument
+@click.option(
+    "--target",
+    "targets",
+    type=Names(),
+    default="local",
+    show_default=True,
+    metavar="NAMES",
+    shell_complete=complete_targets,
+    help="Accelerators with commas between them, as jaxmem targets lists them; "
+    "local is the attached one.",
+)
+@click.option(
+    "--policy",
+    default="own",
+    metavar="NAME",
+    shell_complete=complete_policies,
+    help="For the decorated stacks instead of their own, as in sqrt or revolve:slots=4.",
+)
+@set_option
+@json_option
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw live memory along the program, as PNG or SVG.",
+)
+@timeout_option
+@cache_option
+@click.option(
+    "--no-suggest", is_flag=True, help="Do not look for a policy under which it would fit."
+)
+def report(
+    where: str,
+    targets: tuple[str, ...],
+    policy: str,
+    settings: tuple[tuple[str, str], ...],
+    as_json: bool,
+    plot: Path | None,
+    timeout: float,
+    no_cache: bool,
+    no_suggest: bool,
+) -> int:
+    """What JOB needs on each target, and whether it fits.
+
+    Exit code: 0 it fits everywhere, 2 it does not, 1 an error.
+    """
+    options = {"timeout": timeout, "cache": not no_cache, "suggest": not no_suggest}
+    with results_only():
+        found = _reports(where, targets, PolicyText.parse(policy), settings, options)
+    _show(targets, found, as_json)
+    failed = [one for one in found if isinstance(one, BaseException)]
+    if plot is not None:
+        _plot(targets, found, plot)
+    if failed:
+        return 1
+    return 2 if any(one.fits is False for one in found) else 0
+
+
+def _reports(
+    where: str,
+    targets: tuple[str, ...],
+    policy: PolicyText,
+    settings: tuple[tuple[str, str], ...],
+    options: dict[str, Any],
+) -> list[Any]:
+    """A report or an error for each target."""
+    from jaxmem.cli.building import (
+        NO_STACKS,
+        check_policies,
+        does_nothing,
+        settings_of,
+    )
+    from jaxmem.cli.compilers import compiling
+    from jaxmem.jobs.load import find
+
+    entry = find(where)
+    check_policies(entry, (policy,))
+    job = entry.make(settings_of(entry, settings), policy)
+
+    def one(target: str) -> Any:
+        try:
+            with entry.under(policy):
+                return job.report(target, **options)
+        except Exception as error:
+            return error
+
+    if does_nothing(entry, job, policy):
+        say(NO_STACKS)
+    if sys.stderr.isatty():
+        say(f"compiling {job.name} for {', '.join(targets)} …")
+    if len(targets) == 1:
+        return [one(targets[0])]
+    with compiling(len(targets)) as threads:
+        return list(threads.map(one, targets))
+
+
+def _show(targets: tuple[str, ...], found: list[Any], as_json: bool) -> None:
+    if as_json:
+        objects = [
+            {"target": target, "error": one_line(one)}
+            if isinstance(one, BaseException)
+            else json.loads(one.to_json())
+            for target, one in zip(targets, found, strict=True)
+        ]
+        if len(objects) > 1:
+            click.echo(json.dumps(objects))
+        elif "error" not in objects[0]:
+            click.echo(json.dumps(objects[0]))
+    else:
+        for k, one in enumerate(one for one in found if not isinstance(one, BaseException)):
+            if k:
+                click.echo()
+            emit(one)
+    for target, one in zip(targets, found, strict=True):
+        if isinstance(one, BaseException):
+            say(explained(one) if len(found) == 1 else f"{target}: {explained(one)}")
+
+
+def _plot(targets: tuple[str, ...], found: list[Any], path: Path) -> None:
+    for target, one in zip(targets, found, strict=True):
+        if isinstance(one, BaseException):
+            continue
+        drawn: MemoryReport = one
+        # A target may be a path, "mine.toml:name".
+        name = target.rpartition(":")[2].replace("/", "-")
+        file = path.with_stem(f"{path.stem}-{name}") if len(targets) > 1 else path
+        drawn.plot(file)
+        say(f"wrote {file}")

@@ -1,0 +1,152 @@
+"""`Job`: a program to be judged, as a module of the user's hands it to the command line.
+
+A module has a function, by convention called `job`, that builds the step, describes
+its arguments by shape, and returns both as one small value:
+
+    def job(batch: int = 8, policy: str = "sqrt") -> jaxmem.Job:
+        state = jax.eval_shape(init, jax.random.key(0))
+        tokens = jax.ShapeDtypeStruct((batch, 1024), "int32")
+        return jaxmem.Job(train_step, (state, tokens), donate_argnums=0)
+
+`jaxmem.jobs.load` finds and calls it.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmem.report import MemoryReport
+
+
+@dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
+class Job:
+    """A step with its arguments, to be compiled for a target; nothing in it is run.
+
+    Attributes:
+      step: a function of arrays, plain or already jitted.
+      args: its positional arguments, pytrees of `jax.ShapeDtypeStruct` (from
+        `jax.eval_shape`), with or without shardings.  Arrays do as well, but take their memory.
+      kwargs: its keyword arguments, alike.
+      donate_argnums: as for `jax.jit`.
+      static_argnums: as for `jax.jit`.
+      name: what it is called in tables.
+
+    >>> import jax, jaxmem
+    >>> def double(x): return x * 2
+    >>> job = jaxmem.Job(double, (jax.ShapeDtypeStruct((4, 256), "float32"),), donate_argnums=0)
+    >>> job.name, job.donate_argnums, job.report().required_bytes
+    ('double', (0,), 4096)
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    name: str
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+        name: str | None = None,
+    ) -> None:
+        """
+        Raises:
+          TypeError: `step` is not callable, `args` is not a tuple or `kwargs` not a dict of
+            keywords, or a position is not a whole number.
+          ValueError: a position is not one of `args`.
+        """
+        if not callable(step):
+            raise TypeError(
+                f"Job: step must be a function, got {step!r} of type {type(step).__name__}; pass "
+                "the function itself and its arguments in args=, not what it returned"
+            )
+        if not isinstance(args, tuple | list):
+            raise TypeError(
+                f"Job: args must be a tuple of arguments, got {type(args).__name__}; "
+                "for a single argument write args=(x,)"
+            )
+        kwargs = {} if kwargs is None else kwargs
+        if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+            raise TypeError(f"Job: kwargs must be a dict of arguments by name, got {kwargs!r}")
+        values = {
+            "step": step,
+            "args": tuple(args),
+            "kwargs": dict(kwargs),
+            "donate_argnums": _positions("donate_argnums", donate_argnums, len(args)),
+            "static_argnums": _positions("static_argnums", static_argnums, len(args)),
+            "name": name or _name_of(step),
+        }
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name}, {len(self.args) + len(self.kwargs)} arguments>"
+
+    def report(self, target: Any = "local", **options: Any) -> "MemoryReport":
+        """What the step needs on a target.
+
+        Args:
+          target: as `jaxmem.memory_report` takes it.
+          **options: of `jaxmem.memory_report`, such as ``timeout=``.
+
+        Raises:
+          ValueError: the step has a keyword argument with the name of an option.
+          Exception: whatever `jaxmem.memory_report` raises.
+        """
+        import inspect
+
+        from jaxmem.memory import memory_report
+
+        reserved = inspect.signature(memory_report).parameters
+        if clash := [key for key in self.kwargs if key in reserved]:
+            raise ValueError(
+                f"the step's keyword argument {clash[0]!r} is also an option of memory_report; "
+                "pass it by position in args=, or bind it with functools.partial"
+            )
+        return memory_report(
+            self.step,
+            *self.args,
+            target=target,
+            donate_argnums=self.donate_argnums,
+            static_argnums=self.static_argnums,
+            **options,
+            **self.kwargs,
+        )
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the arguments that are arrays already, not descriptions of arrays."""
+        import jax
+        import numpy as np
+
+        leaves = jax.tree.leaves((self.args, self.kwargs))
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray))
+
+
+def _positions(field: str, given: Any, count: int) -> tuple[int, ...]:
+    several: Sequence[Any] = given if isinstance(given, tuple | list) else (given,)
+    found = []
+    for position in several:
+        try:
+            k = operator.index(position)
+        except TypeError:
+            raise TypeError(
+                f"Job: {field} takes positions of args, whole numbers, got {position!r}"
+            ) from None
+        if not -count <= k < count:
+            raise ValueError(f"Job: {field}={k}, but args has {count} entries, 0 to {count - 1}")
+        found.append(k % count)
+    return tuple(found)
+
+
+def _name_of(step: Any) -> str:
+    while not hasattr(step, "__name__") and hasattr(step, "func"):  # functools.partial
+        step = step.func
+    return getattr(step, "__name__", type(step).__name__)
