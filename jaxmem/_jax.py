@@ -81,7 +81,12 @@ def as_closed(jaxpr: Any) -> ClosedJaxpr:
 
 def all_subjaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
     """Every jaxpr in an equation's parameters."""
-    subs = [as_closed(sub) for sub in core.jaxprs_in_params(eqn.params)]
+    subs = [
+        as_closed(item)
+        for value in eqn.params.values()
+        for item in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(item, core.Jaxpr | ClosedJaxpr)
+    ]
     if not subs and (inner := in_checkpoint(eqn)) is not None:
         subs.append(inner)
     if is_stack(eqn):

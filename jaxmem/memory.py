@@ -17,6 +17,7 @@ from jaxmem.costs import Costs, costs
 from jaxmem.hlo.analysis import Analysis
 from jaxmem.hlo.buffers import Buffer
 from jaxmem.lints import lints
+from jaxmem.names import GivenNames
 from jaxmem.program import Argument, Program
 from jaxmem.report import MemoryReport
 from jaxmem.tracing import use_policy
@@ -191,7 +192,7 @@ def _constants(compiled: Compiled) -> int:
     The compilers for CPU and GPU have them in none of their sums.
     """
     found = 0 if compiled.analysis is None else compiled.analysis.constant_bytes
-    return found if found >= 2**10 else 0
+    return found if found >= 2**16 else 0
 
 
 def _temporaries(compiled: Compiled, others: int) -> int:
@@ -211,13 +212,17 @@ def _on_host(argument: Argument, compiled: Compiled) -> bool:
 
 
 def _named(analysis: Analysis, program: Program, compiled: Compiled) -> tuple[Buffer, ...]:
-    """The buffers at the peak, arguments called as the user knows them."""
+    """The buffers at the peak, arguments and named values called as the user knows them."""
+
+    given = GivenNames(program.jaxpr)
 
     def named(buffer: Buffer) -> Buffer:
-        if buffer.parameter is None or buffer.parameter >= len(compiled.kept):
-            return buffer
-        argument = program.arguments[compiled.kept[buffer.parameter]]
-        return dataclasses.replace(buffer, name=argument.name)
+        name = buffer.name
+        if buffer.parameter is not None and buffer.parameter < len(compiled.kept):
+            name = program.arguments[compiled.kept[buffer.parameter]].name
+        elif found := given.find(buffer.name, buffer.source, buffer.shape):
+            name = found
+        return dataclasses.replace(buffer, name=name)
 
     return tuple(named(buffer) for buffer in analysis.buffers)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -89,6 +90,20 @@ def test_buffers_have_the_users_names_and_lines():
     # What is listed is what is live there, but for the small.
     listed = sum(b.bytes for b in found.buffers if b.place == "device")
     assert listed == pytest.approx(max(timeline.bytes), rel=0.01)
+
+
+@pytest.mark.parametrize("target", ["local", "h100-80g"])
+def test_residuals_are_called_by_the_names_that_they_were_given(target: str):
+    def named(weights: Any, h: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            up = checkpoint_name(jnp.tanh(h @ w["a"]), "up")
+            return jnp.sin(up @ w["b"]) + h, None
+
+        return (jax.lax.scan(layer, h, weights)[0] ** 2).mean()
+
+    stacks = [b for b in report(named, target=target).buffers if b.shape == (LAYERS, BATCH, WIDTH)]
+    assert "up" in {b.name for b in stacks}
+    assert "tanh" not in {b.name for b in stacks}
 
 
 def test_policies_are_ordered_as_their_memory():

@@ -1,0 +1,74 @@
+"""The names that `checkpoint_name` gave, found again for what a compiler made of the values.
+
+A name leaves no trace in a compiled program.  What stays of a value is the
+operation that made it, the line of code and the shape; where these mean one
+name and nothing else, the value is called by it.
+"""
+
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.source import source_line
+
+Key = tuple[str, str, tuple[int, ...]]
+
+# ---------------------------------------------------------------- API
+
+
+class GivenNames:
+    """The names in a traced program.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.ad_checkpoint import checkpoint_name
+    >>> def model(x):
+    ...     h = checkpoint_name(jnp.sin(x), "hidden")
+    ...     return h + jnp.cos(x)
+    >>> names = GivenNames(jax.make_jaxpr(model)(jnp.ones(3)))
+    >>> line = next(iter(names.of))[1]
+    >>> names.find("sin", line, (24, 3)), names.find("cos", line, (24, 3))
+    ('hidden', '')
+    """
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        self.of: dict[Key, set[str]] = {}
+        self._walk(closed)
+
+    def find(self, operation: str, source: str, shape: tuple[int, ...]) -> str:
+        """The name of what this operation made in this line; "" for none, or if it is in doubt.
+
+        Args:
+          operation: as "tanh" or "tanh (backward)".
+          shape: of the value; with axes in front where a loop stacks values.
+        """
+        plain, _, direction = operation.partition(" ")
+        for cut in range(len(shape) + 1):
+            if names := self.of.get((plain, source, shape[cut:])):
+                (name, *others) = names
+                return f"{name} {direction}".strip() if name and not others else ""
+        return ""
+
+    def _walk(self, closed: ClosedJaxpr) -> None:
+        eqns = closed.jaxpr.eqns
+        makers = {var: eqn for eqn in eqns for var in eqn.outvars}
+        named: dict[int, str] = {}
+        for eqn in eqns:
+            name = _jax.name_given_by(eqn)
+            maker = makers.get(eqn.invars[0]) if name and eqn.invars else None
+            while name and maker is not None:
+                named[id(maker)] = name
+                # What only changes place or form is the same value to a reader.
+                moves = maker.primitive.name in _MOVES and not _jax.is_literal(maker.invars[0])
+                maker = makers.get(maker.invars[0]) if moves else None
+        for eqn in eqns:
+            if _jax.name_given_by(eqn) is None and len(eqn.outvars) == 1:
+                shape = getattr(eqn.outvars[0].aval, "shape", None)
+                if shape is not None:
+                    key = eqn.primitive.name, source_line(eqn), tuple(shape)
+                    self.of.setdefault(key, set()).add(named.get(id(eqn), ""))
+            for sub in _jax.all_subjaxprs(eqn):
+                self._walk(sub)
+
+
+# ---------------------------------------------------------------- implementation
+
+_MOVES = frozenset({"convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"})
