@@ -173,7 +173,7 @@ class Program:
         checks: list[export.DisabledSafetyCheck] = []
         while True:
             try:
-                with recording(self.platform):
+                with recording(self.platform, self.record):
                     return export.export(self.jitted, platforms=[platform], disabled_checks=checks)(
                         *self.args, **self.kwargs
                     )

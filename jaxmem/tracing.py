@@ -81,13 +81,14 @@ def use_policy(policy: Any, **options: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recording(platform: str | None = None) -> Iterator[Record]:
+def recording(platform: str | None = None, record: Record | None = None) -> Iterator[Record]:
     """While open, what is decided about stacks is written into the record.
 
     Args:
       platform: "cpu", "gpu" or "tpu" if the program is for that and not for the default backend.
+      record: one from before, under which jax finds again what it traced then; None for a new one.
     """
-    record = Record()
+    record = Record() if record is None else record
     now = dataclasses.replace(_circumstances.value, record=record, platform=platform)
     with _circumstances(now):
         yield record

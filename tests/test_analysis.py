@@ -405,7 +405,7 @@ def test_there_and_back(program: str, where: str):
     [
         ({"live_peak_bytes": "1"}, "live_peak_bytes: expected a whole number, got '1'"),
         ({"more": 1}, "more: unknown key"),
-        ({"parameter_bytes": {"x": 1}}, "parameter_bytes: expected numbers of arguments, got 'x'"),
+        ({"parameter_bytes": {"x": 1}}, "parameter_bytes: expected whole numbers as keys, got 'x'"),
         ({"timeline": None}, "timeline: expected an object, got None"),
     ],
 )

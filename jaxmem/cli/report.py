@@ -1,5 +1,6 @@
 """`jaxmem report`: one job on one or several targets, compiled at the same time."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -101,7 +102,13 @@ def _reports(
     )
     from jaxmem.cli.compilers import compiling
     from jaxmem.jobs.load import find
+    from jaxmem.targets import target as named
+    from jaxmem.targets import warm_up
 
+    for target in targets:
+        if target != "local":
+            with contextlib.suppress(ValueError):  # said again, and better, by the report
+                warm_up(named(target))  # while the user's module is imported
     entry = find(where)
     check_policies(entry, (policy,))
     job = entry.make(settings_of(entry, settings), policy)
