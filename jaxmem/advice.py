@@ -36,6 +36,8 @@ def advise(report: MemoryReport, program: Program, again: Again | None) -> Memor
       again: compiles it with every decorated stack under another policy; None to
         try nothing.
     """
+    if _others(report) > (report.capacity_bytes or 0):
+        return dataclasses.replace(report, advice=_ALONE)
     if not program.record.regions:
         return dataclasses.replace(report, advice=_where_to_decorate(program))
     if again is None:
@@ -56,7 +58,8 @@ def advise(report: MemoryReport, program: Program, again: Again | None) -> Memor
             return dataclasses.replace(
                 report,
                 suggestion=Suggestion(written, tried.required_bytes),
-                advice=f"{written} would, with {size(tried.required_bytes)}",
+                advice=f"{written} would, with {size(tried.required_bytes)}"
+                + (f" ({needed})" if (needed := tried.allowance) else ""),
             )
         if best is None or tried.required_bytes < best.required_bytes:
             best = dataclasses.replace(tried, advice=written)
@@ -66,17 +69,24 @@ def advise(report: MemoryReport, program: Program, again: Again | None) -> Memor
 # ---------------------------------------------------------------- implementation
 
 
+_ALONE = (
+    "arguments and results alone are too large, which no policy changes: donate them, shard them, "
+    "or take a smaller dtype"
+)
+
+
+def _others(report: MemoryReport) -> int:
+    """What is no temporary."""
+    return report.argument_bytes + report.output_bytes - report.alias_bytes
+
+
 def _written(name: str, options: dict[str, Any]) -> str:
     inner = ", ".join(f"{key}={value}" for key, value in options.items())
     return f"@jaxmem.remat_{name}" + (f"({inner})" if inner else "")
 
 
 def _nothing_fits(report: MemoryReport, best: MemoryReport | None) -> str:
-    capacity = report.capacity_bytes or 0
-    if report.argument_bytes + report.output_bytes - report.alias_bytes > capacity:
-        what = "arguments and results alone are too large: donate them, shard them, or halve them"
-    else:
-        what = "a smaller batch, accumulation of gradients or more devices are left"
+    what = "a smaller batch, accumulation of gradients or more devices are left"
     if best is None or best.required_bytes >= report.required_bytes:
         return f"no other policy needs less; {what}"
     return (

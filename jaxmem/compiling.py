@@ -6,16 +6,17 @@ came of it is kept on disk.
 """
 
 import dataclasses
+import functools
+import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxmem import targets
+from jaxmem import hlo, targets
 from jaxmem.digest import digest
 from jaxmem.hlo.analysis import Analysis, analyse
 from jaxmem.program import Exported, Program
@@ -89,13 +90,12 @@ def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
             "nothing to report; a program that runs nothing on the device has none, and neither "
             "have some plugins"
         )
-    hlo = compiled.as_text()
-    analysis = analyse(hlo, *texts) if hlo and all(texts) else None
+    found = _analysed(compiled.as_text(), *texts)
     shardings = _shardings(compiled)
     known = targets.by_device_kind(device.device_kind)
     return Compiled(
         stats=_stats(memory),
-        analysis=analysis,
+        analysis=found,
         kept=tuple(k for k, sharding in enumerate(shardings) if sharding is not None),
         target=device.device_kind,
         device=device.device_kind,
@@ -109,6 +109,14 @@ def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
         flags=_flags(options),
         seconds=seconds,
     )
+
+
+def _analysed(*texts: str | None) -> Analysis | None:
+    """What the texts say; None where there are none, or where a new compiler writes others."""
+    try:
+        return analyse(*(text or "" for text in texts)) if all(texts) else None
+    except ValueError:
+        return None
 
 
 def _shardings(compiled: Any) -> list[Any]:
@@ -164,11 +172,11 @@ def compile_elsewhere(
       jaxmem.CompileError: see `jaxmem.targets.compile_for`.
       ValueError: the program is sharded over another number of devices than the target has.
     """
+    options = {key: _plain(value) for key, value in options.items()}
     exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
     target = _for_devices(target, exported)
-    donate = tuple(k for k, argument in enumerate(program.arguments) if argument.donated)
     store = targets.Cache() if cache else None
-    key = _key(exported, target, donate, options)
+    key = _key(exported, target, options)
     found = _Outcome.kept(store.get(key)) if store else None
     cached = found is not None
     if found is None:
@@ -176,7 +184,7 @@ def compile_elsewhere(
             targets.compile_for(
                 target,
                 exported.blob,
-                donate=donate,
+                donate=exported.donate,
                 mesh_axes=exported.mesh,
                 memory_kinds=exported.memory_kinds,
                 compiler_options=options,
@@ -231,10 +239,9 @@ def _outcome(output: "targets.CompilerOutput", target: "targets.Target") -> _Out
             f"{output.message}",
             output.log,
         )
-    texts = output.hlo, output.assignment, output.live_range
     return _Outcome(
         stats=output.stats,
-        analysis=analyse(*texts) if all(texts) else None,
+        analysis=_analysed(output.hlo, output.assignment, output.live_range),
         versions=output.versions,
         seconds=output.seconds,
         too_large_bytes=output.too_large_bytes,
@@ -256,20 +263,31 @@ def _for_devices(target: "targets.Target", exported: Exported) -> "targets.Targe
     )
 
 
-def _key(
-    exported: Exported, target: "targets.Target", donate: Sequence[int], options: dict[str, Any]
-) -> str:
+def _key(exported: Exported, target: "targets.Target", options: dict[str, Any]) -> str:
     return targets.Cache.key(
         program=digest(exported.module),
         kept=exported.kept,
         target=repr(target),
         mesh=exported.mesh,
-        donate=tuple(donate),
+        donate=exported.donate,
         memory_kinds=exported.memory_kinds,
         flags=_flags(options),
         settings=targets.settings(),
         versions=targets.versions(target),
+        reader=_reader(),
     )
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's as one of Python's, which can be sent."""
+    return value.item() if hasattr(value, "item") else value
+
+
+@functools.cache
+def _reader() -> str:
+    """What tells one state of the code that reads the compiler's texts from another."""
+    code = (path.read_bytes() for path in sorted(Path(hlo.__path__[0]).glob("*.py")))
+    return hashlib.sha256(b"".join(code)).hexdigest()
 
 
 def _flags(options: dict[str, Any]) -> dict[str, str]:

@@ -49,14 +49,17 @@ def _not_donated(program: Program, compiled: Compiled, work: Costs) -> Iterator[
 
     outputs = Counter(key(leaf) for leaf in jax.tree.leaves(program.traced.out_info))
     outputs -= Counter(key(a) for a in program.arguments if a.donated)
+    sizes = {} if compiled.analysis is None else compiled.analysis.parameter_bytes
     fitting: dict[str, int] = {}
-    for index in compiled.kept:
+    arguments = 0
+    for parameter, index in enumerate(compiled.kept):
         argument = program.arguments[index]
+        on_device = sizes.get(parameter, argument.bytes)
+        arguments += on_device
         if not argument.donated and outputs[key(argument)] > 0:
             outputs[key(argument)] -= 1
             root = argument.name.split("/")[0]
-            fitting[root] = fitting.get(root, 0) + argument.bytes
-    arguments = sum(program.arguments[index].bytes for index in compiled.kept)
+            fitting[root] = fitting.get(root, 0) + on_device
     total = sum(fitting.values())
     needed = arguments + (compiled.stats.get("temp_bytes") or 0)
     if total > _UNDONATED * needed and total > 2**10:
@@ -65,7 +68,7 @@ def _not_donated(program: Program, compiled: Compiled, work: Costs) -> Iterator[
         yield Lint(
             "not-donated",
             f"{'not all that could be' if some else 'nothing'} is donated: results have the "
-            f"shapes of {names}, {size(_per_device(total, compiled))} that are held twice",
+            f"shapes of {names}, {size(total)} that are held twice",
             f"donate {names} with donate_argnums= if the caller does not use the old ones again",
         )
 
@@ -94,9 +97,14 @@ def _policy_without_effect(program: Program, compiled: Compiled, work: Costs) ->
 def _recomputation_removed(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
     if compiled.analysis is None or compiled.analysis.unknown_loops or work.unknown_loops:
         return
-    asked = work.recomputed_matmul_flops / compiled.devices
-    model = work.matmul_flops / compiled.devices - asked
+    asked = float(work.recomputed_matmul_flops)
+    model = work.matmul_flops - asked
     done = compiled.analysis.matmul_flops - model
+    if compiled.devices > 1 and model:
+        # In what share work is repeated on several devices, the compiled program tells.
+        asked /= model
+        model = compiled.analysis.matmul_flops - compiled.analysis.recomputed_matmul_flops
+        asked, done = asked * model, float(compiled.analysis.recomputed_matmul_flops)
     # The compiler may shave a little off either for reasons of its own.
     if asked > 0.02 * model and done < 0.5 * asked:
         yield Lint(
@@ -135,8 +143,9 @@ def _compilers_own(program: Program, compiled: Compiled, work: Costs) -> Iterato
     if analysis is not None and analysis.xla_remat_instructions:
         yield Lint(
             "compiler-remat",
-            f"the compiler itself rematerialises {analysis.xla_remat_instructions} instructions to "
-            "stay within the memory: it is at the limit, and chooses without knowing the layers",
+            f"the compiler itself rematerialises {analysis.xla_remat_instructions} instructions, "
+            "as the program is at the limit of the memory or over it, and chooses without knowing "
+            "the layers",
             "choose a policy for the layer stack, so that it need not",
         )
     elif "reduce memory use below" in compiled.log:
@@ -196,7 +205,3 @@ def _cpu(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
 def _list(lines: tuple[str, ...]) -> str:
     shown = ", ".join(lines[:3])
     return shown if len(lines) <= 3 else f"{shown} and {len(lines) - 3} more"
-
-
-def _per_device(count: int, compiled: Compiled) -> int:
-    return count // compiled.devices

@@ -7,8 +7,12 @@ since a GPU belongs to the process that holds it.
 """
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from jaxmem import targets
 from jaxmem.advice import advise
@@ -49,17 +53,19 @@ def memory_report(
       target: "local", the attached backend; or the name of an accelerator
         (`jaxmem.targets.catalog()`, or ``jaxmem targets`` in a shell), which need not be
         there; or a `jaxmem.Target`; or "file.toml:name" for one of your own.
-      donate_argnums: as for `jax.jit`; what `fn` has from its own `jit` holds too.
+      donate_argnums: as for `jax.jit`; what a jitted `fn` donates itself comes on top.
       static_argnums: as for `jax.jit`.
       compiler_options: handed to the compiler.
       timeout: seconds after which the compiler of a named target is stopped.
       cache: whether to read and write the results on disk (for named targets).
       suggest: when the program does not fit and has decorated stacks, whether to
         compile it under other policies until one fits.
-      **kwargs: arrays, passed on to `fn` by name.
+      **kwargs: arrays, passed on to `fn` by name.  Arguments of `fn` that are called like
+        one of the above go by position.
 
     Raises:
-      TypeError: `fn` is not callable, or an argument is not an array; the message names its path.
+      TypeError: `fn` is not callable, an argument is not an array (the message names its
+        path), or an option is of another type.
       ValueError: no such target, or arguments sharded over another number of devices.
       jaxmem.CompileError: the compiler refused the program, crashed, ran out of time or is not
         installed; the message says which and what to do.
@@ -76,7 +82,18 @@ def memory_report(
             f"memory_report takes a function and its arguments, got {fn!r} of type "
             f"{type(fn).__name__} as the function; pass memory_report(fn, *args), not fn(*args)"
         )
+    _check_options(
+        target=(target, str | targets.Target | os.PathLike, "the name of a target"),
+        compiler_options=(compiler_options, dict | None, "a dict"),
+        timeout=(timeout, int | float, "a number of seconds"),
+        cache=(cache, bool, "True or False"),
+        suggest=(suggest, bool, "True or False"),
+    )
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     absent = None if target == "local" else targets.target(target)
+    if absent is None:
+        _check_present((args, kwargs))
     if absent is not None:
         targets.warm_up(absent)  # while this process traces
     platform = None if absent is None else absent.platform
@@ -111,6 +128,25 @@ def memory_report(
 # ---------------------------------------------------------------- implementation
 
 
+def _check_options(**options: tuple[Any, Any, str]) -> None:
+    for name, (value, kind, word) in options.items():
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError(
+                f"memory_report: {name}= takes {word}, got an object of type "
+                f"{type(value).__name__}; an argument of the function of that name goes by position"
+            )
+
+
+def _check_present(tree: Any) -> None:
+    for leaf in jax.tree.leaves(tree):
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size > 1:
+            raise ValueError(
+                f"memory_report: an argument is sharded over a mesh of {mesh.size} absent devices, "
+                'and the target is the attached backend; name the accelerator, as in target="h100-80g"'
+            )
+
+
 def _report(program: Program, compiled: Compiled) -> MemoryReport:
     from jaxmem import __version__
 
@@ -129,6 +165,10 @@ def _report(program: Program, compiled: Compiled) -> MemoryReport:
     analysis = compiled.analysis
     matmul = None if analysis is None else analysis.matmul_flops
     per_device = work * (1 / compiled.devices)
+    model = round(per_device.matmul_flops - per_device.recomputed_matmul_flops)
+    if analysis is not None and compiled.devices > 1:
+        # How the work is split over devices, or repeated on them, the compiled program tells.
+        model = analysis.matmul_flops - analysis.recomputed_matmul_flops
     return MemoryReport(
         required_bytes=argument + output - alias + temp,
         argument_bytes=argument,
@@ -143,7 +183,7 @@ def _report(program: Program, compiled: Compiled) -> MemoryReport:
         flops=round(per_device.flops),
         bytes_moved=round(per_device.bytes),
         matmul_flops=matmul,
-        model_matmul_flops=round(per_device.matmul_flops - per_device.recomputed_matmul_flops),
+        model_matmul_flops=model,
         estimated_seconds=_roofline(compiled, per_device, matmul),
         arguments=arguments,
         buffers=() if analysis is None else _named(analysis, program, compiled),
@@ -254,6 +294,12 @@ def _notes(
         notes.append(
             "the capacity is what this process may allocate; jax takes 75 % of a GPU's memory "
             "unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+        )
+    if compiled.analysis is None:
+        notes.append(
+            "the compiler gave no text that could be read, so that buffers, timeline and compiled "
+            "matrix work are missing; jax's own compilation cache gives none "
+            "(jax.config.update('jax_enable_compilation_cache', False))"
         )
     if compiled.devices > 1:
         notes.append(f"figures are for one of {compiled.devices} devices")

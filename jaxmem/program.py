@@ -48,7 +48,8 @@ class Exported:
     Attributes:
       blob: `jax.export`'s serialization, flat trees in and out.
       module: its text, for a digest.
-      kept: indices of the arguments that the program reads.
+      kept: indices of the arguments that the program reads; it has no others.
+      donate: which of its own arguments it may overwrite.
       devices: for how many devices it is.
       mesh: axis names and sizes of the mesh it is sharded over, None for none.
       memory_kinds: of the arguments and of the results, None where none is on the host.
@@ -57,6 +58,7 @@ class Exported:
     blob: bytes
     module: str
     kept: tuple[int, ...]
+    donate: tuple[int, ...]
     devices: int
     mesh: tuple[tuple[str, int], ...] | None
     memory_kinds: tuple[tuple[str | None, ...], tuple[str | None, ...]] | None
@@ -90,16 +92,13 @@ class Program:
           CompileError: what is traced asks for cuDNN, and that is not installed.
         """
         self.fn, self.args, self.kwargs, self.platform = fn, args, kwargs, platform
-        donated, static = _numbers(donate_argnums), _numbers(static_argnums, len(args))
-        jitted: Any = fn if _is_jitted(fn) else None
-        if jitted is None:
+        donated = _numbers(donate_argnums, len(args))
+        static = _numbers(static_argnums, len(args))
+        if not _is_jitted(fn):
             _check_arrays(fn, args, kwargs, static)
-        if jitted is None or donated or static:
-            jitted = jax.jit(fn, donate_argnums=donated, static_argnums=static)
-        self.jitted = jitted
         try:
             with recording(platform) as record:
-                self.traced = jitted.trace(*args, **kwargs)
+                self.jitted, self.traced = _traced(fn, args, kwargs, donated, static)
         except (TypeError, ValueError):
             # A function jitted elsewhere may have static arguments that are not known
             # here; only if jax rejects the call is an argument that is no array at fault.
@@ -114,18 +113,16 @@ class Program:
             ) from None
         self.record: Record = record
         self.jaxpr = self.traced.jaxpr
-        self.arguments = self._arguments()
+        self.arguments = self._arguments(static)
 
-    def _arguments(self) -> list[Argument]:
+    def _arguments(self, static: set[int]) -> list[Argument]:
         in_args, in_kwargs = self.traced.args_info
-        positions = _dynamic_positions(self.args, in_args)
+        positions = [k for k in range(len(self.args)) if k not in static]
+        if len(positions) != len(in_args):  # others are static in a function jitted elsewhere
+            positions = _dynamic_positions(self.args, in_args)
         infos = named_leaves(self.fn, in_args, in_kwargs, positions)
-        given = [leaf for k in positions for leaf in jax.tree.leaves(self.args[k])] + [
-            leaf for key in sorted(self.kwargs) for leaf in jax.tree.leaves(self.kwargs[key])
-        ]
-        kinds = [_memory_kind(leaf) for leaf in given]
-        if len(kinds) != len(infos):  # static keyword arguments of a function jitted elsewhere
-            kinds = [None] * len(infos)
+        given = [self.args[k] for k in positions] + [self.kwargs[k] for k in sorted(in_kwargs)]
+        kinds = [_memory_kind(leaf) for tree in given for leaf in jax.tree.leaves(tree)]
         return [
             Argument(
                 name=name,
@@ -154,19 +151,15 @@ class Program:
                 'of it, or pass target="local"'
             )
         found = self._export(platform)
-        num_in, num_out = len(found.in_avals), len(found.out_avals)
-        flat = dataclasses.replace(
-            found,
-            in_tree=jax.tree.structure(((0,) * num_in, {})),
-            out_tree=jax.tree.structure((0,) * num_out),
-        )
+        kept = tuple(found.module_kept_var_idx)
         return Exported(
-            blob=bytes(flat.serialize()),
+            blob=bytes(_flat(found).serialize()),
             module=found.mlir_module(),
-            kept=tuple(found.module_kept_var_idx),
+            kept=kept,
+            donate=tuple(k for k, index in enumerate(kept) if self.arguments[index].donated),
             devices=found.nr_devices,
             mesh=self._mesh() if found.nr_devices > 1 else None,
-            memory_kinds=self._memory_kinds(num_out),
+            memory_kinds=self._memory_kinds(kept, len(found.out_avals)),
         )
 
     def _export(self, platform: str) -> Any:
@@ -177,6 +170,9 @@ class Program:
                     return export.export(self.jitted, platforms=[platform], disabled_checks=checks)(
                         *self.args, **self.kwargs
                     )
+            except (NotImplementedError, RuntimeError) as error:
+                message = f"jax cannot lower the program for {platform}: {error}"
+                raise CompileError(message) from error
             except ValueError as error:
                 # A custom call is fine here: its compiler is of this very version.
                 new = [export.DisabledSafetyCheck.custom_call(t) for t in _refused_calls(error)]
@@ -193,14 +189,34 @@ class Program:
         mesh = jax.sharding.get_abstract_mesh()
         return tuple(mesh.shape.items())
 
-    def _memory_kinds(self, num_out: int) -> Any:
-        ins = tuple(argument.memory_kind for argument in self.arguments)
+    def _memory_kinds(self, kept: Sequence[int], num_out: int) -> Any:
+        ins = tuple(self.arguments[index].memory_kind for index in kept)
         if all(kind is None for kind in ins):
             return None
         return ins, (None,) * num_out
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _flat(exported: Any) -> Any:
+    """With flat arguments and results, and without the arguments that nothing reads.
+
+    Where it is compiled it is called by another jit, which would take them for read.
+    """
+    kept = exported.module_kept_var_idx
+
+    def only(given: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(given[index] for index in kept)
+
+    parts = ("in_avals", "in_shardings_hlo", "_in_named_shardings")
+    return dataclasses.replace(
+        exported,
+        **{part: only(getattr(exported, part)) for part in parts if getattr(exported, part, None)},
+        module_kept_var_idx=tuple(range(len(kept))),
+        in_tree=jax.tree.structure(((0,) * len(kept), {})),
+        out_tree=jax.tree.structure((0,) * len(exported.out_avals)),
+    )
 
 
 def _refused_calls(error: ValueError) -> list[str]:
@@ -243,7 +259,7 @@ def _matches(arg: Any, infos: Any) -> bool:
 
 
 def _check_arrays(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[int]
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], static: set[int]
 ) -> None:
     positions = [k for k in range(len(args)) if k not in static]
     for name, leaf in named_leaves(fn, [args[k] for k in positions], kwargs, positions):
@@ -260,9 +276,39 @@ def _traceable(leaf: Any) -> bool:
 
 
 def _is_jitted(fn: Any) -> bool:
-    return callable(getattr(fn, "lower", None)) and callable(getattr(fn, "trace", None))
+    if not (callable(getattr(fn, "lower", None)) and callable(getattr(fn, "trace", None))):
+        return False
+    if type(fn).__module__.startswith("flax."):
+        raise TypeError(
+            f"{type(fn).__name__} of flax is no function of arrays alone; pass the function that "
+            "it wraps, on what nnx.split gives (graph definition bound by functools.partial, state "
+            "as an argument), or under jax.jit"
+        )
+    return True
 
 
-def _numbers(numbers: int | Sequence[int], count: int | None = None) -> tuple[int, ...]:
+def _traced(
+    fn: Any, args: Sequence[Any], kwargs: dict[str, Any], donated: set[int], static: set[int]
+) -> tuple[Any, Any]:
+    """The function jitted, and its trace."""
+    if _is_jitted(fn):
+        traced = fn.trace(*args, **kwargs)
+        if not donated and not static:
+            return fn, traced
+        # A jit around a jit: what the inner one donates has to be said again.
+        in_args, _ = traced.args_info
+        if len(in_args) == len(args):
+            own = (k for k, tree in enumerate(in_args) if _is_donated(tree))
+            donated = donated.union(own)
+    jitted = jax.jit(fn, donate_argnums=sorted(donated), static_argnums=sorted(static))
+    return jitted, jitted.trace(*args, **kwargs)
+
+
+def _is_donated(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return bool(leaves) and all(leaf.donated for leaf in leaves)
+
+
+def _numbers(numbers: int | Sequence[int], count: int) -> set[int]:
     several = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    return several if count is None else tuple(k + count if k < 0 else k for k in several)
+    return {k + count if k < 0 else k for k in several}

@@ -74,12 +74,13 @@ class MemoryReport:
       capacity_bytes: what one device has, None where unknown.
       default_capacity_bytes: what jax takes of it unless told otherwise: 75 % on a GPU.
       flops: floating-point operations of the traced program, loops times their
-        lengths, a multiply-add as two.
+        lengths, a multiply-add as two; of several devices each has an equal share.
       bytes_moved: between memory and compute, as an estimate (see `jaxmem.costs`).
       matmul_flops: of matrix products and convolutions in the *compiled* program, so
         that recomputation which the compiler removed is not charged; None where
         the compiler gives no text of it.
-      model_matmul_flops: the same of the traced program without its recomputation.
+      model_matmul_flops: the same without recomputation: of the traced program, or, where
+        the compiler splits it over devices, of the compiled one.
       estimated_seconds: roofline time on the target: the longer of its matrix peak
         (bf16, dense) and its memory bandwidth.  An estimate, and a lower bound; None where
         the target's figures are unknown.
@@ -156,6 +157,14 @@ class MemoryReport:
             return None
         return self.matmul_flops / self.model_matmul_flops - 1
 
+    @property
+    def allowance(self) -> str:
+        """The environment variable that lets jax take enough of the memory; "" for none needed."""
+        if not self.fits or self.fits_by_default is not False:
+            return ""
+        ample = self.required_bytes <= 0.95 * (self.capacity_bytes or 0)
+        return f"XLA_PYTHON_CLIENT_MEM_FRACTION={0.95 if ample else 0.99}"
+
     # ------------------------------------------------------------ in and out
 
     def to_json(self) -> str:
@@ -214,10 +223,9 @@ class MemoryReport:
             )
         if self.fits_by_default is False:
             default = size(self.default_capacity_bytes or 0)
-            fraction = 0.95 if self.required_bytes <= 0.95 * self.capacity_bytes else 0.99
             return (
                 f"{of}: fits, but not in the {default} that jax takes by default; "
-                f"set XLA_PYTHON_CLIENT_MEM_FRACTION={fraction}"
+                f"set {self.allowance}"
             )
         return f"{of}: fits"
 

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
+from jaxmem import compiling
 
-GIB = 2**30
 LAYERS, WIDTH, BATCH = 24, 256, 512
 
 
@@ -138,6 +139,66 @@ def test_figures_of_a_sharded_program_are_for_one_device(target: str):
         jaxmem.memory_report(step, *args, target=jaxmem.target(target, devices=4))
 
 
+@pytest.mark.parametrize("target", ["local", "h100-80g", "v5e-16g"])
+def test_arguments_that_nothing_reads_are_not_charged(target: str):
+    """Wherever they stand; and what is read keeps its own path, donation and place."""
+    unused, used = spec(1024, 1024), spec(256, 256)
+
+    def f(first: Any, a: Any, middle: Any, b: Any, last: Any) -> Any:
+        return {"a": a * 2, "b": jnp.zeros(b.shape) + first["shape only"].shape[0]}
+
+    args = {"shape only": unused}, used, unused, used, unused
+    found = jaxmem.memory_report(f, *args, target=target, donate_argnums=(0, 1, 2))
+    assert found.arguments["a"] == used.size * 4
+    assert sum(found.arguments.values()) == found.argument_bytes < 2 * used.size * 4
+    assert found.alias_bytes == used.size * 4
+    assert {b.name for b in found.buffers if b.kind == "argument"} == {"a"}
+
+
+def test_unused_arguments_of_a_sharded_program_are_not_charged():
+    eight = jaxmem.target("h100-80g", devices=8)
+    mesh = eight.mesh({"data": 4, "model": 2})
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    unused, x = spec(2048, 2048, sharding=whole), spec(4096, 1024, sharding=rows)
+    w = spec(1024, 1024, sharding=whole)
+    found = jaxmem.memory_report(lambda u, x, w: jnp.tanh(x @ w), unused, x, w, target=eight)
+    assert found.arguments == {"u": 0, "x": 4096 * 1024, "w": 4 * 1024 * 1024}
+    # Half of the devices do again what the others do: no recomputation of the program's own.
+    assert found.recompute_overhead == 0
+
+
+@pytest.mark.parametrize("target", ["local", "h100-80g", "v5e-16g"])
+def test_a_function_without_arguments(target: str):
+    found = jaxmem.memory_report(lambda: jnp.zeros((1024, 1024)), target=target)
+    assert (found.argument_bytes, found.arguments) == (0, {})
+    assert found.output_bytes == 2**22
+
+
+def test_arguments_in_host_memory_stay_there():
+    mesh = jaxmem.target("v5e-16g").mesh({"d": 1})
+    there = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    x = spec(1024, 1024, sharding=there)
+
+    def fetch(unread: Any, x: Any, mode: str = "a") -> Any:
+        return jax.device_put(x, jax.memory.Space.Device) * 2
+
+    jitted = jax.jit(fetch, static_argnames="mode")
+    for found in (
+        jaxmem.memory_report(fetch, x, x, target="v5e-16g"),
+        jaxmem.memory_report(jitted, x, x, target="v5e-16g", mode="b"),
+    ):
+        assert found.host_bytes == 2**22
+        assert found.argument_bytes < 2**16
+
+
+def test_what_a_jitted_function_donates_holds_beside_what_is_donated_here():
+    jitted = jax.jit(lambda w, x: (w + 1, x * 2), donate_argnums=0)
+    args = spec(256, 256), spec(512, 256)
+    found = jaxmem.memory_report(jitted, *args, target="h100-80g", donate_argnums=1)
+    assert found.alias_bytes == found.argument_bytes
+    assert found.lints == ()
+
+
 def test_concrete_arrays_do_as_well_and_nothing_is_run():
     def loud(x: jax.Array) -> jax.Array:
         return x * 2
@@ -222,6 +283,44 @@ def test_the_second_time_is_from_the_cache(tmp_path: Any, monkeypatch: pytest.Mo
 
 
 # ---------------------------------------------------------------- what goes wrong
+
+
+def test_options_and_arguments_of_the_same_name_are_told_apart():
+    def decode(x: jax.Array, cache: jax.Array) -> jax.Array:
+        return x @ cache
+
+    with pytest.raises(TypeError, match=r"cache= takes True or False.*goes by position"):
+        jaxmem.memory_report(decode, spec(8, 8), target="h100-80g", cache=spec(8, 8))  # pyright: ignore[reportArgumentType]
+    for wrong in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="positive number of seconds"):
+            jaxmem.memory_report(decode, spec(8, 8), spec(8, 8), timeout=wrong)
+    with pytest.raises(TypeError, match="timeout= takes a number"):
+        jaxmem.memory_report(decode, spec(8, 8), spec(8, 8), timeout="5")  # pyright: ignore[reportArgumentType]
+
+
+def test_absent_devices_want_a_target():
+    mesh = jaxmem.target("h100-80g", devices=8).mesh({"data": 8})
+    x = spec(8, 8, sharding=NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match="name the accelerator"):
+        jaxmem.memory_report(jnp.sin, x)
+
+
+def test_functions_that_flax_jits_are_refused_with_advice():
+    module = nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"nnx\.split"):
+        jaxmem.memory_report(nnx.jit(lambda m, x: m(x)), module, spec(4, 8), target="h100-80g")
+
+
+def test_what_jax_cannot_lower_for_the_target_is_a_compile_error():
+    with pytest.raises(jaxmem.CompileError):
+        jaxmem.memory_report(jnp.linalg.eigvals, spec(8, 8), target="v5e-16g")
+
+
+def test_results_of_other_code_are_not_taken(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path))
+    report()
+    monkeypatch.setattr(compiling, "_reader", lambda: "another")
+    assert not report().cached
 
 
 def test_what_cannot_be_exported_is_said():

@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import os
 from typing import Any
 
 import click
@@ -183,10 +184,20 @@ def _platform(target: str) -> str | None:
 
 
 def _compiler(target: str) -> str:
-    """The versions that decide what the compiler makes of a program."""
+    """What decides what the compiler makes of a program: versions, and in short the rest."""
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     if target == "local":
-        return f"jaxlib {importlib.metadata.version('jaxlib')}"
+        return f"jaxlib {importlib.metadata.version('jaxlib')}{_short(flags if any(flags) else '')}"
     from jaxmem import targets
 
-    versions = targets.versions(targets.target(target))
-    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    found = targets.target(target)
+    versions = sorted(targets.versions(found).items())
+    text = ", ".join(f"{name} {version}" for name, version in versions)
+    # Of a target of the user's own the facts may have changed.
+    return text + _short([repr(found), *flags])
+
+
+def _short(facts: Any) -> str:
+    if not facts:
+        return ""
+    return f", settings {hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"

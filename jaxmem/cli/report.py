@@ -107,7 +107,7 @@ def _reports(
 
     for target in targets:
         if target != "local":
-            with contextlib.suppress(ValueError):  # said again, and better, by the report
+            with contextlib.suppress(ValueError, OSError):  # said again, and better, by the report
                 warm_up(named(target))  # while the user's module is imported
     entry = find(where)
     check_policies(entry, (policy,))

@@ -133,7 +133,8 @@ def lower(program: Any, request: dict[str, Any]) -> Any:
         whole = NamedSharding(mesh, PartitionSpec())
         shardings = [given or whole for given in program.in_shardings_jax(mesh)]
     else:
-        shardings = [SingleDeviceSharding(absent[0])] * len(program.in_avals)
+        whole = SingleDeviceSharding(absent[0])
+        shardings = [whole] * len(program.in_avals)
     kinds_in, kinds_out = request["memory_kinds"] or ([], [])
     if kinds_in:
         shardings = [
@@ -154,7 +155,9 @@ def lower(program: Any, request: dict[str, Any]) -> Any:
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(program.in_avals, shardings, strict=True)
     ]
-    return jax.jit(call, donate_argnums=tuple(request["donate"])).lower(*specs)
+    # Without arguments only the results say which device it is.
+    where = {} if specs else {"out_shardings": whole}
+    return jax.jit(call, donate_argnums=tuple(request["donate"]), **where).lower(*specs)
 
 
 def mesh_of(program: Any, absent: list[Any], axes: list[list[Any]]) -> Any:
