@@ -143,7 +143,8 @@ def _check_present(tree: Any) -> None:
         if isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size > 1:
             raise ValueError(
                 f"memory_report: an argument is sharded over a mesh of {mesh.size} absent devices, "
-                'and the target is the attached backend; name the accelerator, as in target="h100-80g"'
+                "and the target is the attached backend; name the accelerator, as in "
+                'target="h100-80g"'
             )
 
 

@@ -156,7 +156,7 @@ def lower(program: Any, request: dict[str, Any]) -> Any:
         for aval, sharding in zip(program.in_avals, shardings, strict=True)
     ]
     # Without arguments only the results say which device it is.
-    where = {} if specs else {"out_shardings": whole}
+    where: dict[str, Any] = {} if specs else {"out_shardings": whole}
     return jax.jit(call, donate_argnums=tuple(request["donate"]), **where).lower(*specs)
 
 
