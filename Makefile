@@ -1,7 +1,7 @@
 # Each target sets itself up from nothing but a Python of at least 3.11:
 #   make test   everything that must hold; what CI runs
 #   make demo   trains a small language model and compares the policies on it
-#   make bench  what the decorators cost in time
+#   make bench  what the decorators and the reports cost in time
 #   make lint   ruff and pyright alone
 
 PYTHON ?= python3
@@ -22,8 +22,9 @@ lint: $(VENV)/dev.stamp
 demo: $(VENV)/experiments.stamp
 	$(BIN)/python experiments/train_lm.py
 
-bench: $(VENV)/experiments.stamp
+bench: $(VENV)/dev.stamp
 	JAX_PLATFORMS=cpu $(BIN)/python experiments/bench_core.py
+	JAX_PLATFORMS=cpu $(BIN)/python experiments/bench_report.py
 
 # One environment serves both; a stamp is younger than the last installation of its extra.
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python

@@ -2,8 +2,10 @@
 
 Three questions, each answered in one run, for programs of `programs.py`:
 
-* a report in a fresh process with an empty cache, without its trace and lowering, over
-  jax's own `.compile()` where the compiler is loaded already (goal: at most 15 % or 0.5 s more);
+* a report, with an empty cache, without its trace and lowering, over jax's own `.compile()`
+  (goal: at most 15 % or 0.5 s more), where the compiler is loaded already: in this process for
+  the one, in the worker for the other.  The first report of a process starts that worker, and
+  what it takes then stands beside it;
 * the same report again (goals: under 1 s in all, under 100 ms beyond trace, lowering and export);
 * the first report on the reference transformer, all in all (goal: under 40 s).
 
@@ -56,7 +58,7 @@ class Options:
     """What to compile for."""
     results: Path = RESULTS
     """Where the table is written."""
-    measure: tuple[Literal["report", "bare"], str] | None = None
+    measure: tuple[Literal["report", "later", "bare"], str] | None = None
     """What a process of one measurement is to do: print its seconds as JSON, and nothing else."""
 
 
@@ -73,6 +75,13 @@ def seconds_of_report(job: jaxmem.Job, target: str) -> dict[str, float]:
     median = statistics.median
     beyond = median(a - b for a, b in zip(again, exports, strict=True))
     return {"first": first, "again": median(again), "again_beyond_export": beyond}
+
+
+def seconds_of_later(job: jaxmem.Job, target: str) -> dict[str, float]:
+    """Of a report that is not the first of its process."""
+    small = jax.ShapeDtypeStruct((8,), "float32")
+    jaxmem.memory_report(lambda x: x + 1, small, target=target)
+    return {"later": timed(lambda: job.report(target, suggest=False))}
 
 
 def seconds_of_bare(job: jaxmem.Job, target: str) -> dict[str, float]:
@@ -93,7 +102,8 @@ def seconds_of_bare(job: jaxmem.Job, target: str) -> dict[str, float]:
 
 
 def exported(job: jaxmem.Job) -> bytes:
-    jitted = jax.jit(job.step, donate_argnums=job.donate_argnums)
+    # Another function each time, or jax would not trace it again as a report does.
+    jitted = jax.jit(lambda *args: job.step(*args), donate_argnums=job.donate_argnums)
     return export.export(jitted, platforms=["cuda"])(*job.args).mlir_module_serialized
 
 
@@ -132,11 +142,14 @@ def rows(found: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict[str,
     answers = []
     for program in PROGRAMS:
         bare = median("bare", program, "compile")
-        more = median("report", program, "first") - median("bare", program, "lower") - bare
+        both = median("bare", program, "lower") + bare
+        goal = f"≤ {max(0.5, 0.15 * bare):.3g}"
+        later = median("later", program, "later") - both
+        first = median("report", program, "first") - both
         answers += [
             (f"bare compile, {program}, s", bare, ""),
-            (f"report beyond trace + lower + bare compile, {program}, s", more, "≤ 0.5 or"),
-            (f"the same / bare compile, {program}", more / bare, "≤ 0.15"),
+            (f"report beyond trace + lower + bare compile, {program}, s", later, goal),
+            (f"the same, first report of a process, {program}, s", first, ""),
         ]
     for program in PROGRAMS:
         again = median("report", program, "again")
@@ -155,11 +168,15 @@ def rows(found: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict[str,
 def main(options: Options) -> None:
     if options.measure is not None:
         what, program = options.measure
-        measure = seconds_of_report if what == "report" else seconds_of_bare
-        print(json.dumps(measure(PROGRAMS[program](), options.target)))
+        measures = {
+            "report": seconds_of_report,
+            "later": seconds_of_later,
+            "bare": seconds_of_bare,
+        }
+        print(json.dumps(measures[what](PROGRAMS[program](), options.target)))
         return
     found: dict[tuple[str, str], list[dict[str, float]]] = {
-        (what, program): [] for program in PROGRAMS for what in ("report", "bare")
+        (what, program): [] for program in PROGRAMS for what in ("report", "later", "bare")
     }
     turns = list(found)
     with tqdm(total=options.rounds * len(turns), unit="process") as progress:

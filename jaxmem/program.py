@@ -109,7 +109,8 @@ class Program:
                 raise
             raise CompileError(
                 f"the program asks jax for cuDNN, which is not there ({error}): "
-                'pip install "nvidia-cudnn-cu13"'
+                'pip install "nvidia-cudnn-cu13"; where that is not found (as under '
+                "JAX_PLATFORMS=cpu), put the folder of libcudnn on LD_LIBRARY_PATH"
             ) from None
         self.record: Record = record
         self.jaxpr = self.traced.jaxpr
@@ -221,7 +222,10 @@ def _flat(exported: Any) -> Any:
 
 def _refused_calls(error: ValueError) -> list[str]:
     text = str(error)
-    return re.findall(r"'([^']+)'", text) if "custom call" in text else []
+    if "custom call" not in text:
+        return []
+    # jax quotes the operations ("stablehlo.custom_call @target(…") or the targets alone.
+    return [a or b for a, b in re.findall(r"custom_call @([\w$.]+)|'([\w$.]+)'", text)]
 
 
 def _callbacks(closed: Any) -> Iterator[str]:

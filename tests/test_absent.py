@@ -331,6 +331,17 @@ def test_what_cannot_be_exported_is_said():
         jaxmem.memory_report(calls_back, spec(8), target="h100-80g")
 
 
+def test_custom_calls_of_any_name_reach_the_compiler():
+    """jax exports only those that it promises to keep; this compiler is of the same version."""
+
+    def kernels(x: jax.Array) -> jax.Array:
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ffi.ffi_call("my_kernel$fwd", like)(x) + jax.ffi.ffi_call("other.one", like)(x)
+
+    with pytest.raises(jaxmem.CompileError, match=r"refused the program.*No FFI handler"):
+        jaxmem.memory_report(kernels, spec(256, 256), target="h100-80g")
+
+
 def test_fused_attention_without_cudnn_says_what_to_install():
     def attention(q: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
