@@ -279,12 +279,20 @@ def job():
 """
 
 
+# What runs in the background of a shell that is no terminal ignores interrupts from the start.
+_INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("jaxmem", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_compilers(tmp_path: Path):
     (tmp_path / "long.py").write_text(_LONG)
     words = ["sweep", "long.py:job", "--targets", "h100-80g", "--out", "sweep.csv"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxmem", *words],
+        [sys.executable, "-c", _INTERRUPTIBLE, *words],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
