@@ -5,6 +5,9 @@ operation that made it, the line of code and the shape; where these mean one
 name and nothing else, the value is called by it.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
@@ -30,8 +33,14 @@ class GivenNames:
     """
 
     def __init__(self, closed: ClosedJaxpr) -> None:
+        found = list(_makers(closed))
+        # Lines are dear to look up: only of what could be taken for something that has a name.
+        alike = {_form(eqn) for eqn, name in found if name}
         self.of: dict[Key, set[str]] = {}
-        self._walk(closed)
+        for eqn, name in found:
+            if (form := _form(eqn)) in alike:
+                operation, shape = form
+                self.of.setdefault((operation, source_line(eqn), shape), set()).add(name)
 
     def find(self, operation: str, source: str, shape: tuple[int, ...]) -> str:
         """The name of what this operation made in this line; "" for none, or if it is in doubt.
@@ -47,28 +56,31 @@ class GivenNames:
                 return f"{name} {direction}".strip() if name and not others else ""
         return ""
 
-    def _walk(self, closed: ClosedJaxpr) -> None:
-        eqns = closed.jaxpr.eqns
-        makers = {var: eqn for eqn in eqns for var in eqn.outvars}
-        named: dict[int, str] = {}
-        for eqn in eqns:
-            name = _jax.name_given_by(eqn)
-            maker = makers.get(eqn.invars[0]) if name and eqn.invars else None
-            while name and maker is not None:
-                named[id(maker)] = name
-                # What only changes place or form is the same value to a reader.
-                moves = maker.primitive.name in _MOVES and not _jax.is_literal(maker.invars[0])
-                maker = makers.get(maker.invars[0]) if moves else None
-        for eqn in eqns:
-            if _jax.name_given_by(eqn) is None and len(eqn.outvars) == 1:
-                shape = getattr(eqn.outvars[0].aval, "shape", None)
-                if shape is not None:
-                    key = eqn.primitive.name, source_line(eqn), tuple(shape)
-                    self.of.setdefault(key, set()).add(named.get(id(eqn), ""))
-            for sub in _jax.all_subjaxprs(eqn):
-                self._walk(sub)
-
 
 # ---------------------------------------------------------------- implementation
 
 _MOVES = frozenset({"convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"})
+
+
+def _makers(closed: ClosedJaxpr) -> Iterator[tuple[Any, str]]:
+    """Every equation with one result, and the name that the result is given; "" for none."""
+    eqns = closed.jaxpr.eqns
+    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    named: dict[int, str] = {}
+    for eqn in eqns:
+        name = _jax.name_given_by(eqn)
+        maker = makers.get(eqn.invars[0]) if name and eqn.invars else None
+        while name and maker is not None:
+            named[id(maker)] = name
+            # What only changes place or form is the same value to a reader.
+            moves = maker.primitive.name in _MOVES and not _jax.is_literal(maker.invars[0])
+            maker = makers.get(maker.invars[0]) if moves else None
+    for eqn in eqns:
+        if len(eqn.outvars) == 1 and _jax.name_given_by(eqn) is None:
+            yield eqn, named.get(id(eqn), "")
+        for sub in _jax.all_subjaxprs(eqn):
+            yield from _makers(sub)
+
+
+def _form(eqn: Any) -> tuple[str, tuple[int, ...]]:
+    return eqn.primitive.name, tuple(getattr(eqn.outvars[0].aval, "shape", ()))
