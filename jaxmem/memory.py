@@ -1,7 +1,7 @@
 """`memory_report`: trace a function, compile it for a target, and say what it needs.
 
 For a named target the program leaves this process in portable form and is
-compiled by a worker, so that nothing the compiler does can harm the session;
+compiled by a worker, so that nothing the compiler does can harm the process;
 results are kept on disk.  For the attached backend ("local") it is compiled here,
 since a GPU belongs to the process that holds it.
 """

@@ -1,7 +1,7 @@
 """Compile for an accelerator in another process, and hear what came of it.
 
 A compiler for an absent accelerator may crash, hang or take all memory.  It does
-so in a worker (`worker.py`): the session goes on, with an error that says what
+so in a worker (`worker.py`): the process goes on, with an error that says what
 happened, and the next call gets a fresh worker.  Workers are kept for further
 calls, since starting one and loading its compiler takes a second or more.
 """
@@ -58,7 +58,7 @@ class CompilerOutput:
 
 
 class CompileError(RuntimeError):
-    """A compiler crashed, hung, refused a program or is not installed; the session is fine.
+    """A compiler crashed, hung, refused a program or is not installed; this process is fine.
 
     Attributes:
       log: the last lines that it printed.
