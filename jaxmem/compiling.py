@@ -26,20 +26,15 @@ from jaxmem.targets import installed
 # ---------------------------------------------------------------- types
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What is known of a program once it is compiled.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a compiler said of a program; this much is kept on disk.
 
     Attributes:
       stats: the compiler's own sums, in bytes.
       analysis: of the compiler's texts; None where it gave none.
-      kept: indices of the arguments that the compiled program reads.
-      target, device, platform, devices: what it was compiled for.
-      capacity_bytes, default_capacity_bytes: what one device has, and takes by default.
-      bandwidth, matrix_peak: bytes and floating-point operations per second.
-      versions, flags: what compiled it, and with which options.
+      versions: of what compiled it.
       seconds: how long that took, when it was compiled.
-      cached: whether all this is from the disk.
       too_large_bytes: what it would need, where the compiler refused it for that.
       message: its refusal.
       assembled: whether it went as far as machine code; memory is decided before that.
@@ -48,6 +43,27 @@ class Compiled:
 
     stats: dict[str, int | None]
     analysis: Analysis | None
+    versions: dict[str, str]
+    seconds: float
+    too_large_bytes: int | None = None
+    message: str = ""
+    assembled: bool = True
+    log: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled(Outcome):
+    """What is known of a program once it is compiled: the outcome, and what it was for.
+
+    Attributes:
+      kept: indices of the arguments that the compiled program reads.
+      target, device, platform, devices: what it was compiled for.
+      capacity_bytes, default_capacity_bytes: what one device has, and takes by default.
+      bandwidth, matrix_peak: bytes and floating-point operations per second.
+      flags: the options it was compiled with.
+      cached: whether the outcome is from the disk.
+    """
+
     kept: tuple[int, ...]
     target: str
     device: str
@@ -57,14 +73,8 @@ class Compiled:
     default_capacity_bytes: int | None
     bandwidth: float | None
     matrix_peak: float | None
-    versions: dict[str, str]
     flags: dict[str, str]
-    seconds: float
     cached: bool = False
-    too_large_bytes: int | None = None
-    message: str = ""
-    assembled: bool = True
-    log: str = ""
 
 
 # ---------------------------------------------------------------- API
@@ -177,7 +187,7 @@ def compile_elsewhere(
     target = _for_devices(target, exported)
     store = targets.Cache() if cache else None
     key = _key(exported, target, options)
-    found = _Outcome.kept(store.get(key)) if store else None
+    found = _read(store.get(key)) if store else None
     cached = found is not None
     if found is None:
         found = _outcome(
@@ -210,36 +220,22 @@ def compile_elsewhere(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """What of `Compiled` is kept on disk."""
-
-    stats: dict[str, int | None]
-    analysis: Analysis | None
-    versions: dict[str, str]
-    seconds: float
-    too_large_bytes: int | None
-    message: str
-    assembled: bool
-    log: str
-
-    @classmethod
-    def kept(cls, data: Any) -> "_Outcome | None":
-        """What was kept; None if there is none, or another version of jaxmem kept it."""
-        try:
-            return data and from_data(cls, data)
-        except ValueError:
-            return None
+def _read(data: Any) -> Outcome | None:
+    """The outcome that was kept; None if there is none, or another version of jaxmem kept it."""
+    try:
+        return data and from_data(Outcome, data)
+    except ValueError:
+        return None
 
 
-def _outcome(output: "targets.CompilerOutput", target: "targets.Target") -> _Outcome:
+def _outcome(output: "targets.CompilerOutput", target: "targets.Target") -> Outcome:
     if output.too_large_space == "vmem":
         raise targets.CompileError(
             f"a kernel of the program needs more on-chip memory than {target.name} has: "
             f"{output.message}",
             output.log,
         )
-    return _Outcome(
+    return Outcome(
         stats=output.stats,
         analysis=_analysed(output.hlo, output.assignment, output.live_range),
         versions=output.versions,
