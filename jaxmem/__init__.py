@@ -10,9 +10,11 @@ from jaxmem import linen as linen
 from jaxmem import nnx as nnx
 from jaxmem import policies as policies
 from jaxmem import targets as targets
+from jaxmem.accumulate import BatchAux as BatchAux
 from jaxmem.accumulate import MultiSteps as MultiSteps
 from jaxmem.accumulate import MultiStepsState as MultiStepsState
 from jaxmem.accumulate import Weighted as Weighted
+from jaxmem.accumulate import value_and_grad as value_and_grad
 from jaxmem.compare import Comparison as Comparison
 from jaxmem.compare import compare as compare
 from jaxmem.difference import Difference as Difference

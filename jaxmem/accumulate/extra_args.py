@@ -3,7 +3,8 @@
 Each has its own sum of weights, for it may be given with some microbatches and not with others.
 """
 
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,11 @@ def examples(names: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       TypeError: something in it is not a name.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Iterable)
+        or not all(isinstance(name, str) for name in names)
+    ):
         raise TypeError(
             'accumulated_args must be names of extra arguments, such as ("value",), or a mapping '
             f"from them to examples, got {names!r}"
@@ -43,9 +48,17 @@ def added(name: str, sums: tuple[Any, jax.Array], value: Any, weight: Any) -> An
     """The sums with one more microbatch in them.
 
     Raises:
+      TypeError: the value is not made of numbers.
       ValueError: the value is not like the example.
     """
     total, weights = sums
+    for leaf in jax.tree.leaves(value):
+        if not isinstance(leaf, numbers.Number | np.generic | np.ndarray | jax.Array):
+            raise TypeError(
+                f"MultiSteps.update: the mean of {name}= over the window cannot be taken, got "
+                f"{described(leaf)}; pass numbers, or MultiSteps(..., accumulated_args="
+                f"{{{name!r}: None}}) to hand on the last"
+            )
     if found := difference(value, total, (f"{name}=", "accumulated_args")):
         raise ValueError(
             f"MultiSteps.update: {found}; pass MultiSteps(..., accumulated_args="

@@ -8,7 +8,6 @@ gradients' dtype), in when it runs (only where a window ends) and in memory.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -138,20 +137,21 @@ class MultiSteps:
 
     def init(self, params: Any) -> MultiStepsState:
         """The state before the first microbatch."""
-        zero = jnp.zeros((), jnp.int32)
-        skip_state: Any = ()
-        if self._should_skip is not None:
-            skip_state = self._should_skip(jax.tree.map(jnp.zeros_like, params), zero, params)[1]
+
+        def zero() -> jax.Array:  # another one each time: the state may be donated
+            return jnp.zeros((), jnp.int32)
+
+        no_gradients = jax.tree.map(jnp.zeros_like, params)
         return MultiStepsState(
-            mini_step=zero,
-            gradient_step=zero,
+            mini_step=zero(),
+            gradient_step=zero(),
             inner_opt_state=self._opt.init(params),
             acc_grads=jax.tree.map(
                 lambda leaf: jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self._dtype)), params
             ),
-            skip_state=skip_state,
+            skip_state=self._verdict(no_gradients, zero(), params)[1],
             weight=jnp.zeros((), jnp.float32),
-            skipped=zero,
+            skipped=zero(),
             updated=jnp.zeros((), jnp.bool_),
             extra_args=extra_args.zero_sums(self._examples),
         )
@@ -194,7 +194,7 @@ class MultiSteps:
         length = _window("every_k_schedule(gradient_step)", self._schedule(state.gradient_step))
         if weight is not None:
             weight = checked_weight("MultiSteps.update: weight", weight)
-        skip, skip_state = self._verdict(updates, state, params)
+        skip, skip_state = self._verdict(updates, state.gradient_step, params)
         # What is left out is left out by `where`: 0 × NaN would be NaN.
         counts = None if skip is None else ~skip
         if weight is not None:
@@ -245,17 +245,18 @@ class MultiSteps:
             update=self.update,  # pyright: ignore[reportArgumentType]
         )
 
-    def _verdict(self, updates: Any, state: MultiStepsState, params: Any) -> tuple[Any, Any]:
+    def _verdict(self, updates: Any, gradient_step: Any, params: Any) -> tuple[Any, Any]:
         """Whether to skip, None where nobody asks, and what to remember of it."""
         if self._should_skip is None:
-            return None, state.skip_state
-        skip, skip_state = self._should_skip(updates, state.gradient_step, params)
-        if jnp.shape(skip) or jnp.result_type(skip) != jnp.bool_:
+            return None, ()
+        found = self._should_skip(updates, gradient_step, params)
+        pair = isinstance(found, tuple | list) and len(found) == 2
+        if not pair or not _is_flag(found[0]):
             raise ValueError(
-                "should_skip_update_fn must return a bool without axes and a tree to remember, "
-                f"got {described(skip)} for the bool"
+                "should_skip_update_fn must return a bool without axes and a tree to remember, got "
+                + (f"{described(found[0])} for the bool" if pair else described(found))
             )
-        return jnp.asarray(skip), skip_state
+        return jnp.asarray(found[0]), found[1]
 
     def _added(self, acc: jax.Array, leaf: Any, *, weight: Any, total: jax.Array) -> jax.Array:
         dtype = at_least_float32(acc.dtype, jnp.result_type(leaf))
@@ -265,7 +266,8 @@ class MultiSteps:
         elif weight is None:
             after = before + (new - before) / total.astype(dtype)
         else:
-            after = before + (new - before) * ratio(weight, total).astype(dtype)
+            share = ratio(weight.astype(jnp.finfo(dtype).dtype), total)
+            after = before + (new - before) * share.astype(dtype)
         return after.astype(acc.dtype)
 
     def _extra_args(
@@ -274,6 +276,8 @@ class MultiSteps:
         """The sums of the window so far, and what the wrapped optimizer gets."""
         sums, passed = dict(sums), dict(given)
         for name, value in given.items():
+            if value is None:
+                continue
             if name in sums:
                 new = extra_args.added(name, sums[name], value, weight)
                 sums[name] = jax.tree.map(functools.partial(_choose, counts), new, sums[name])
@@ -383,14 +387,21 @@ def _window(what: str, length: Any) -> Any:
     if not real or jnp.shape(length) or not jnp.issubdtype(jnp.result_type(length), np.number):
         raise TypeError(f"{whole}, got {described(length)}")
     if isinstance(length, Tracer):
-        return length
-    # Schedules of optax give whole numbers as floats.
-    if float(length) != int(length) or length < 1:
+        # Schedules of optax give whole numbers as floats.
+        if jnp.issubdtype(length.dtype, jnp.floating):
+            length = jnp.ceil(length)
+        return length.astype(jnp.int32)
+    if not np.isfinite(length) or length != int(length) or length < 1:
         raise ValueError(f"{whole}, got {length}")
-    return operator.index(int(length))
+    return int(length)
 
 
 def _flag(what: str, flag: Any) -> Any:
-    if jnp.shape(flag) or jnp.result_type(flag) != jnp.bool_:
+    if not _is_flag(flag):
         raise TypeError(f"{what} must be a bool without axes, or None, got {described(flag)}")
     return flag
+
+
+def _is_flag(value: Any) -> bool:
+    array = isinstance(value, jax.Array | np.ndarray) and not value.shape
+    return isinstance(value, bool | np.bool_) or (array and value.dtype == jnp.bool_)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def run_if(body: Callable[[Any, Any], Any], flag: Any, carry: Any, operands: Any) -> Any:
     """`body(carry, operands)` where `flag` is true, `carry` where it is not.
 
@@ -22,7 +22,23 @@ def run_if(body: Callable[[Any, Any], Any], flag: Any, carry: Any, operands: Any
       body: returns a tree like `carry`, of the same shapes and dtypes.
       flag: a bool array without axes.
     """
+    if not isinstance(flag, Tracer):  # outside of `jit` there is nothing to compile
+        return body(carry, operands) if flag else carry
+    # What the body closes over, such as a learning rate, may be differentiated, too.
+    closed, consts = jax.closure_convert(body, carry, operands)
+    return _run_if(
+        lambda carry, operands: closed(carry, operands[0], *operands[1]),
+        flag,
+        carry,
+        (operands, consts),
+    )
 
+
+# ---------------------------------------------------------------- implementation
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run_if(body: Callable[[Any, Any], Any], flag: Any, carry: Any, operands: Any) -> Any:
     def again(state: Any) -> Any:
         flag, carry = state
         return flag & False, body(carry, operands)
@@ -30,7 +46,7 @@ def run_if(body: Callable[[Any, Any], Any], flag: Any, carry: Any, operands: Any
     return jax.lax.while_loop(lambda state: state[0], again, (flag, carry))[1]
 
 
-@run_if.defjvp
+@_run_if.defjvp
 def _(body: Callable[[Any, Any], Any], primals: Any, tangents: Any) -> Any:
     def branch(flag: Any, carry: Any, operands: Any) -> Any:
         return jax.lax.cond(flag, body, lambda carry, _: carry, carry, operands)

@@ -134,6 +134,16 @@ def checked_weight(what: str, weight: Any) -> Any:
     return jnp.asarray(weight, jnp.float32)
 
 
+def check_finished(weights: Any) -> None:
+    """Raises `ValueError` if a sum of weights is known and NaN, as one negative weight makes it."""
+    for weight in weights:
+        if not isinstance(weight, Tracer) and np.isnan(np.asarray(weight)):
+            raise ValueError(
+                "the weight of a microbatch is negative or NaN; jaxmem.Weighted(total, weight) wants "
+                "the number of tokens or examples that count, which is at least 0"
+            )
+
+
 def scalar(what: str, value: Any, example: str = "") -> Any:
     """`value`, if it is a real number or an array of one, without axes.
 

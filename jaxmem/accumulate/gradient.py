@@ -1,0 +1,388 @@
+"""`jax.value_and_grad` for a batch that does not fit: microbatches in a loop, inside one step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmem.accumulate import devices, modules
+from jaxmem.accumulate.call import Call, take_apart
+from jaxmem.accumulate.combine import Spec
+from jaxmem.accumulate.loop import Result, Sink, run
+from jaxmem.accumulate.trees import at_least_float32, floating, sum_dtype
+from jaxmem.accumulate.weighted import check_finished, ratio
+from jaxmem.errors import check_positive
+
+# ---------------------------------------------------------------- types
+
+
+class BatchAux(NamedTuple):
+    """Auxiliary outputs of a batch, and what the loss was divided by.
+
+    Attributes:
+      aux: as `fun` returned it and `aux=` combined it; None without `has_aux`.
+      weight: the sum of the weights: a float32 scalar, and for a loss of several
+        terms one for each. For a mean loss, the number of rows.
+    """
+
+    aux: Any
+    weight: Any
+
+    @property
+    def empty(self) -> jax.Array:
+        """Whether nothing in the batch had any weight, so that loss and gradient are zeros."""
+        return jnp.all(jnp.asarray(self.weight) == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What is asked of a function: which arguments are what, and what becomes of its outputs."""
+
+    argnums: tuple[int, ...]
+    has_aux: bool
+    microbatches: int
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    carry_argnums: tuple[int, ...]
+    aux: Spec
+    batch_sharding: Any
+    return_weight: bool
+
+    @classmethod
+    def checked(
+        cls, *, argnums: Any, has_aux: bool, microbatches: Any, aux: Any, **parts: Any
+    ) -> "Parts":
+        """Raises `TypeError` or `ValueError` for options that cannot be."""
+        spec = Spec.of(aux)
+        found = cls(
+            argnums=_numbers("argnums", argnums),
+            has_aux=has_aux,
+            microbatches=check_positive("microbatches", microbatches),
+            aux=spec,
+            **{
+                name: _numbers(name, value) if name.endswith("argnums") else value
+                for name, value in parts.items()
+            },
+        )
+        carries = spec.modes.count("carry")
+        if carries != len(found.carry_argnums) or (carries and not has_aux):
+            raise ValueError(
+                f'carry_argnums={found.carry_argnums} wants as many "carry" in aux=, and '
+                f"has_aux=True: each microbatch returns, beside the loss, what the next one gets; got "
+                f"aux={aux!r} and has_aux={has_aux}"
+            )
+        if found.batch_sharding is not None and "last" in spec.modes:
+            raise ValueError(
+                'aux="last" has no meaning where every device has a last microbatch; pass "stack", or '
+                "leave batch_sharding= out"
+            )
+        return found
+
+
+# ---------------------------------------------------------------- API
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    microbatches: int = 8,
+    batch_argnums: int | Sequence[int] = (1,),
+    rng_argnums: int | Sequence[int] = (),
+    carry_argnums: int | Sequence[int] = (),
+    aux: Any = "stack",
+    batch_sharding: NamedSharding | PartitionSpec | None = None,
+    accumulator_dtype: Any = jnp.float32,
+    gradient_dtype: Any = None,
+    return_weight: bool = False,
+) -> Callable[..., Any]:
+    """The value and the gradient of a batch, computed microbatch by microbatch.
+
+    As `jax.value_and_grad`, with the activations of one microbatch at a time:
+
+        loss_and_grad = jaxmem.value_and_grad(loss, microbatches=8)
+        value, grads = loss_and_grad(params, batch)
+
+    `loss` returns the mean over its rows, or a `jaxmem.Weighted` for the
+    exact mean over something else, such as tokens.  Whatever the sizes and weights of the
+    microbatches, the result is the value and the gradient of the whole batch.  What
+    a function computes *across* rows (batch normalisation, contrastive losses) sees
+    one microbatch, as it must.
+
+    Args:
+      fun: returns a real scalar or a `Weighted`, and with `has_aux` a pair of that and
+        arrays.  It may return None and strings nowhere.
+      argnums: of what the gradient is wanted; of a batch argument too.  An NNX
+        module stands for its parameters, and what else `fun` changes in it is
+        carried from microbatch to microbatch, as in `flax.nnx.value_and_grad`.
+      has_aux: as in jax.
+      microbatches: how many.  They need not divide the rows: 13 rows in 4 are 4 + 3 + 3 + 3.
+        Microbatch j of m gets the rows j, j + m, j + 2m, …
+      batch_argnums: arguments whose leaves are split along their leading axis. Leaves without
+        axes go to every microbatch.
+      rng_argnums: arguments that are random keys; each microbatch gets one of its own.  With
+        one microbatch the key is used as it is.
+      carry_argnums: arguments, such as batch statistics, of which each microbatch returns the
+        next one's, where `aux` says "carry".
+      aux: how auxiliary outputs are combined: one word for all, or words in a tree that
+        begins as the outputs do.  "stack": [microbatches, …]; "concat": one entry per row,
+        in the order of the batch; "sum"; "mean", weighted as the loss; "last"; "carry".
+        A `Weighted` among them becomes its mean over the batch.
+      batch_sharding: how the batch lies over devices, to sum gradients over them once
+        per step and not in every microbatch: a `NamedSharding`, or a `PartitionSpec` where
+        a mesh is set; its first entry counts.  `fun` then sees the rows of one device, and draws
+        of random keys differ between devices.  Parameters are held whole by each
+        device.  Inside `jax.shard_map`, it names axes to sum over.
+      accumulator_dtype: what gradients are summed in; None for each parameter's own dtype.
+        Parameters of 64 bits keep theirs.
+      gradient_dtype: what gradients come back in; None for what they were summed in.
+      return_weight: return ((value, `BatchAux`), gradients), which tells the weight.
+
+    Returns:
+      A function of fun's arguments that returns as `jax.value_and_grad` does. Put it, or
+      the step it is in, under `jax.jit`.  The value is in float32 or wider.  A batch
+      without any weight has the value 0 and the gradient 0.
+
+    Raises:
+      TypeError, ValueError: an option cannot be; at the call: arguments or what `fun`
+        returns. The text says which and what to pass instead.  A negative weight raises
+        where its value is known, and gives NaN under `jit`.
+
+    Memory: one accumulator of the parameters' size, and one microbatch.  Terms of
+    several weights (`Weighted` + `Weighted`) need the sum of the weights first: what computes
+    them runs twice.
+
+    >>> def loss(w, batch):
+    ...     error = batch["mask"] * (batch["x"] @ w - batch["y"]) ** 2
+    ...     return jaxmem.Weighted(error.sum(), batch["mask"].sum())
+    >>> key = jax.random.key(0)
+    >>> batch = {
+    ...     "x": jax.random.normal(key, (13, 3)), "y": jnp.ones(13),
+    ...     "mask": (jnp.arange(13) % 3 > 0).astype(jnp.float32),
+    ... }
+    >>> value, gradient = jaxmem.value_and_grad(loss, microbatches=4)(jnp.zeros(3), batch)
+    >>> exact = jax.grad(lambda w: loss(w, batch).mean)(jnp.zeros(3))
+    >>> float(value), bool(jnp.allclose(gradient, exact))
+    (1.0, True)
+    """
+    positions, filters = modules.wanted(argnums)
+    parts = Parts.checked(
+        argnums=positions,
+        has_aux=has_aux,
+        microbatches=microbatches,
+        aux=aux,
+        batch_argnums=batch_argnums,
+        rng_argnums=rng_argnums,
+        carry_argnums=carry_argnums,
+        batch_sharding=batch_sharding,
+        return_weight=return_weight,
+    )
+    sink = _Mean(
+        floating("accumulator_dtype", accumulator_dtype), floating("gradient_dtype", gradient_dtype)
+    )
+
+    single = isinstance(positions, int)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if modules.present(args, kwargs):
+            return _of_modules(fun, parts, sink, filters, single, args, kwargs)
+        result, call = accumulate(fun, parts, sink, args, kwargs)
+        return outputs(parts, result), gradients(call, result, single)
+
+    return wrapped
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def accumulate(
+    fun: Callable[..., Any], parts: Parts, sink: Sink, args: Sequence[Any], kwargs: Any
+) -> tuple[Result, Call]:
+    """Run `fun` on its microbatches, wherever they lie."""
+    axes, mesh, count = _axes(parts.batch_sharding)
+    call = take_apart(
+        fun,
+        args,
+        kwargs,
+        argnums=parts.argnums,
+        batch_argnums=parts.batch_argnums,
+        rng_argnums=parts.rng_argnums,
+        carry_argnums=parts.carry_argnums,
+        microbatches=parts.microbatches,
+        devices=count,
+    )
+    go = functools.partial(run, sink=sink, spec=parts.aux, has_aux=parts.has_aux, axes=axes)
+    result = go(call) if count == 1 and mesh is None else _on_devices(go, call, mesh, axes)
+    check_finished(result.weights)
+    return result, call
+
+
+def outputs(parts: Parts, result: Result) -> Any:
+    """What stands beside the gradients."""
+    if parts.return_weight:
+        weight = tuple(jnp.asarray(weight, jnp.float32) for weight in result.weights)
+        aux = result.aux if parts.has_aux else None
+        return result.value, BatchAux(aux, weight[0] if len(weight) == 1 else weight)
+    return (result.value, result.aux) if parts.has_aux else result.value
+
+
+def gradients(call: Call, result: Result, single: bool) -> Any:
+    """Gradients in the form of the arguments that they are of."""
+    own = set(call.rows)
+    shared = [path for path in call.diff if path not in own]
+    found = {**dict(zip(shared, result.held, strict=True)), **result.rows}
+    positions = dict.fromkeys(position for position, _ in call.diff)
+    trees = [call.argument(position, {**call.leaves, **found}) for position in positions]
+    return trees[0] if single else tuple(trees)
+
+
+def _of_modules(
+    fun: Callable[..., Any],
+    parts: Parts,
+    sink: Sink,
+    filters: Any,
+    single: bool,
+    args: Sequence[Any],
+    kwargs: Any,
+) -> Any:
+    argnums = tuple(number % len(args) for number in parts.argnums if number < len(args))
+    call, own, positions = modules.pure(fun, args, argnums, filters, parts.has_aux)
+    states = range(len(args), len(own))
+    aux = parts.aux.tree.unflatten(parts.aux.modes)
+    inner = dataclasses.replace(
+        parts,
+        has_aux=True,
+        carry_argnums=(*states, *parts.carry_argnums),
+        aux=Spec.of((["carry"] * len(states), aux if parts.has_aux else "stack")),
+    )
+    result, found = accumulate(call, inner, sink, own, kwargs)
+    after, aux = result.aux
+    modules.write_back(args, positions, after)
+    result = dataclasses.replace(result, aux=aux)
+    return outputs(parts, result), gradients(found, result, single)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mean:
+    """A sum, divided in the end."""
+
+    dtype: np.dtype | None
+    result_dtype: np.dtype | None
+    wants_share = False
+
+    def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        return [jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self.dtype)) for leaf in leaves]
+
+    def add(self, held: Any, gradients: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
+        return [_plus(old, new, factor) for old, new in zip(held, gradients, strict=True)]
+
+    def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> list[jax.Array]:
+        return [self._divided(leaf, divisor) for leaf in devices.summed(held, axes)]
+
+    def _divided(self, leaf: jax.Array, divisor: Any) -> jax.Array:
+        dtype = leaf.dtype if self.result_dtype is None else sum_dtype(leaf, self.result_dtype)
+        if isinstance(divisor, int):
+            whole = leaf if divisor == 1 else leaf.astype(at_least_float32(leaf.dtype)) / divisor
+        else:
+            whole = ratio(leaf, divisor)
+        return whole.astype(dtype)
+
+
+def _plus(old: jax.Array, new: jax.Array, factor: Any) -> jax.Array:
+    dtype = at_least_float32(old.dtype, new.dtype)
+    new = new.astype(dtype)
+    if factor is not None:
+        new = new * factor.astype(dtype)
+    return (old.astype(dtype) + new).astype(old.dtype)
+
+
+def _numbers(what: str, numbers: Any) -> tuple[int, ...]:
+    given = (numbers,) if isinstance(numbers, int) else numbers
+    if not isinstance(given, Sequence) or not all(
+        isinstance(number, int) and not isinstance(number, bool) for number in given
+    ):
+        raise TypeError(
+            f"{what} must be positions of arguments, such as 1 or (1, 2), got {numbers!r}"
+        )
+    return tuple(given)
+
+
+def _axes(sharding: Any) -> tuple[tuple[str, ...], Any, int]:
+    """Mesh axes of the rows, the mesh to map over (None: mapped already), and its devices.
+
+    Raises:
+      TypeError: it is no sharding.
+      ValueError: it has no axes for the rows, or no mesh.
+    """
+    if sharding is None:
+        return (), None, 1
+    if not isinstance(sharding, NamedSharding | PartitionSpec):
+        raise TypeError(
+            "batch_sharding must be a jax.sharding.NamedSharding or PartitionSpec, got "
+            f"{sharding!r}"
+        )
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    first = spec[0] if len(spec) else None
+    if not isinstance(first, str | tuple) or not first:
+        raise ValueError(
+            f"batch_sharding={spec} does not say which mesh axes the rows lie on; its first entry "
+            'must be one or several, as in PartitionSpec("data")'
+        )
+    axes = (first,) if isinstance(first, str) else first
+    here = jax.sharding.get_abstract_mesh()
+    if set(axes) <= set(here.manual_axes):
+        return axes, None, 1
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else here
+    missing = [axis for axis in axes if axis not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"batch_sharding names the axis {missing[0]!r}, and the mesh has {tuple(mesh.shape)}; "
+            "pass a NamedSharding, or set the mesh with jax.set_mesh"
+        )
+    return axes, mesh, int(np.prod([mesh.shape[axis] for axis in axes]))
+
+
+def _on_devices(
+    go: Callable[[Call], Result], call: Call, mesh: Any, axes: tuple[str, ...]
+) -> Result:
+    """The loop on each device's own rows."""
+    paths = [path for path, leaf in call.leaves.items() if isinstance(leaf, jax.Array | np.ndarray)]
+    own = set(call.rows)
+    rows = PartitionSpec(axes)
+    found: list[Any] = []
+
+    def local(arrays: list[Any]) -> Any:
+        result = go(call.with_leaves(dict(zip(paths, arrays, strict=True)), call.split))
+        leaves, tree = jax.tree.flatten(result.aux)
+        whole, split = [], []
+        for leaf, lies in zip(leaves, result.aux_split, strict=True):
+            (split if lies else whole).append(leaf)
+        found[:] = [tree, result.aux_split]
+        return (result.value, result.weights, result.held, whole), (
+            split,
+            list(result.rows.values()),
+        )
+
+    # Types that tell what varies over devices would ask `fun` to be written for them.
+    (value, weights, held, whole), (split, row_gradients) = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=([rows if path in own else PartitionSpec() for path in paths],),
+        out_specs=(PartitionSpec(), rows),
+        axis_names=set(axes),
+        check_vma=False,
+    )([call.leaves[path] for path in paths])
+    tree, lies = found
+    whole_leaves, split_leaves = iter(whole), iter(split)
+    aux = tree.unflatten([next(split_leaves if one else whole_leaves) for one in lies])
+    diff = [path for path in call.diff if path in own]
+    return Result(
+        value, tuple(weights), aux, lies, held, dict(zip(diff, row_gradients, strict=True))
+    )

@@ -1,0 +1,423 @@
+"""The loop over microbatches: what is added up, and what is divided by what.
+
+The gradient of a mean of sums is the sum of the gradients over the sum of the weights.  So
+each microbatch adds the gradient of its *total*, and one division ends the loop.  Several terms
+with denominators of their own would need a gradient each; instead their weights are summed
+before, in a pass from which the compiler drops all else, and the loop then adds the gradient of
+one number.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.accumulate import devices
+from jaxmem.accumulate.call import Call, Path
+from jaxmem.accumulate.combine import Spec
+from jaxmem.accumulate.split import microbatch
+from jaxmem.accumulate.trees import described, difference, leaf_names
+from jaxmem.accumulate.weighted import Weighted, ratio
+
+# ---------------------------------------------------------------- types
+
+
+class Sink(Protocol):
+    """Where gradients go, microbatch by microbatch.
+
+    Attributes:
+      wants_share: whether `add` is to get the microbatch's share in the gradient of the
+        whole batch, and not what is divided at the end.
+    """
+
+    wants_share: bool
+
+    def begin(self, leaves: Sequence[jax.Array]) -> Any:
+        """What is held before the first microbatch."""
+        ...
+
+    def add(self, held: Any, gradients: Sequence[jax.Array], factor: Any) -> Any:
+        """What is held after one more; each gradient counts `factor` times (None: once)."""
+        ...
+
+    def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> Any:
+        """What is made of it: summed over `axes`, and divided (None: by 1)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Of the whole batch.
+
+    Attributes:
+      value: the loss, a scalar in float32 or wider.
+      weights: the sum of each term's weights; the number of rows for a mean loss.
+      aux: auxiliary outputs, combined.
+      aux_split: of each leaf of `aux`, whether each device holds a part of it.
+      held: what the sink made of the gradients of leaves that are not split.
+      rows: gradients of leaves that are, in the order of the batch.
+    """
+
+    value: jax.Array
+    weights: tuple[Any, ...]
+    aux: Any
+    aux_split: list[bool]
+    held: Any
+    rows: dict[Path, jax.Array]
+
+
+# ---------------------------------------------------------------- API
+
+
+def run(call: Call, sink: Sink, spec: Spec, *, has_aux: bool, axes: tuple[str, ...] = ()) -> Result:
+    """Run the function on one microbatch after another.
+
+    Args:
+      call: the function and its arguments.
+      sink: takes the gradients.
+      spec: how auxiliary outputs are combined.
+      has_aux: whether the function returns any.
+      axes: mesh axes over which other parts of the batch lie, inside `shard_map`.
+
+    Raises:
+      TypeError, ValueError: what the function returns cannot be.
+    """
+    loop = _Loop(call, sink, spec, has_aux, axes)
+    return loop.run()
+
+
+# ---------------------------------------------------------------- implementation
+
+
+class _Loop:
+    def __init__(
+        self, call: Call, sink: Sink, spec: Spec, has_aux: bool, axes: tuple[str, ...]
+    ) -> None:
+        self.sink, self.spec, self.has_aux, self.axes = sink, spec, has_aux, axes
+        leaves = dict(call.leaves)
+        for path in (*call.keys,):
+            leaves[path] = devices.own_keys(leaves[path], axes)
+        arrays = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
+        self.varying = frozenset().union(*map(devices.varying, arrays))
+        # Parameters that all devices share would get their gradients summed in each microbatch.
+        self.summed = {path: self.varying - devices.varying(leaves[path]) for path in call.diff}
+        if not sink.wants_share:
+            for path in call.diff:
+                leaves[path] = devices.as_varying(leaves[path], self.varying)
+        self.call = call.with_leaves(leaves, call.split)
+        self.split = call.split
+        own = set(call.rows)
+        self.shared = tuple(path for path in call.diff if path not in own)
+        self.split_diff = tuple(path for path in call.diff if path in own)
+        # Traced once for every size, whatever it is asked for.
+        self.micro = jax.jit(self._micro, inline=True, static_argnames=("rows",))
+        dealt = {path: dict(self.split.dealt(leaves[path])) for path in call.rows}
+        self.groups = [
+            (group, {path: parts[group] for path, parts in dealt.items()})
+            for group in self.split.groups
+        ]
+
+    def run(self) -> Result:
+        carry = devices.own_keys(jax.tree.map(jnp.asarray, self.call.carry()), self.axes)
+        shapes = self._shapes(carry)
+        terms, aux = shapes
+        self.mean = not isinstance(terms, Weighted)
+        weights = self._known_weights(carry, terms)
+        self.scales, divisor = self._scales(weights)
+        factors = self._factors(divisor)
+
+        sums = self._sums(terms)
+        state = (
+            self.sink.begin([self.call.leaves[path] for path in self.shared]),
+            sums,
+            self.spec.zeros(aux) if self.has_aux else [],
+            carry,
+        )
+        state = self._varying(state)
+        collected = []
+        for group, rows in self.groups:
+            body = functools.partial(self._add, group.size, rows, group.first, factors)
+            if group.count == 1:
+                state, out = body(state, group.first)
+                out = jax.tree.map(lambda leaf: leaf[None], out)
+            else:
+                numbers = jnp.arange(group.first, group.first + group.count)
+                state, out = jax.lax.scan(body, state, numbers)
+            collected.append(out)
+        return self._result(state, collected, aux, weights, divisor)
+
+    # The function on one microbatch.
+
+    def _leaves(self, rows: dict[Path, Any], first: int, index: Any) -> dict[Path, Any]:
+        """The leaves that are a microbatch's own."""
+        leaves = {path: self.call.leaves[path] for path in self.shared}
+        leaves |= {path: microbatch(dealt, index - first) for path, dealt in rows.items()}
+        if self.split.microbatches > 1:  # one microbatch is the batch
+            for path in self.call.keys:
+                leaves[path] = devices.fold_in(self.call.leaves[path], index)
+        return leaves
+
+    def _micro(self, leaves: dict[Path, Any], carry: list[Any], *, rows: int) -> tuple[Any, Any]:
+        """The loss as it was returned, and the auxiliary outputs."""
+        out = self.call(leaves, carry)
+        loss, aux = self._checked(out)
+        if self.has_aux:
+            aux = jax.tree_util.tree_map_with_path(_array, aux)
+            self.spec.check(aux, rows)
+            self._check_carry(self.spec.carried(aux), carry)
+        return loss, aux
+
+    def _checked(self, out: Any) -> tuple[Any, Any]:
+        name = getattr(self.call.fun, "__name__", "fun")
+        if self.has_aux:
+            if not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    f"has_aux=True wants {name} to return a pair (loss, aux), got "
+                    f"{described(out) if not isinstance(out, tuple) else f'{len(out)} values'}"
+                )
+            loss, aux = out
+        else:
+            loss, aux = out, None
+        if isinstance(loss, Weighted):
+            loss = Weighted.of((_real(name, total), weight) for total, weight in loss.terms)
+            return loss, aux
+        if isinstance(loss, tuple):
+            raise TypeError(
+                f"{name} returned {len(loss)} values; pass has_aux=True if the first is the loss"
+            )
+        return _real(name, loss), aux
+
+    def _check_carry(self, after: list[Any], before: list[Any]) -> None:
+        if len(after) != len(before):
+            raise ValueError(
+                f'carry_argnums names {len(before)} arguments, and aux= has "carry" '
+                f"{len(after)} times; each carried argument wants its new value in the aux"
+            )
+        for number, new, old in zip(self.call.carried, after, before, strict=True):
+            what = (f"what fun returns for argument {number}", "the argument")
+            found = difference(new, old, what)
+            if found is None:
+                for name, one, other in zip(
+                    leaf_names(old), jax.tree.leaves(new), jax.tree.leaves(old), strict=True
+                ):
+                    if one.dtype != other.dtype:
+                        found = (
+                            f"{what[0]} has {name} as {one.dtype} and {what[1]} as {other.dtype}"
+                        )
+            if found:
+                raise ValueError(
+                    f"a carried argument must stay what it is from microbatch to microbatch: {found}"
+                )
+
+    def _shapes(self, carry: list[Any]) -> tuple[Any, Any]:
+        """Shapes of what the function returns for a microbatch."""
+        group, rows = self.groups[0]
+
+        def first(carry: list[Any]) -> Any:
+            return self.micro(self._leaves(rows, group.first, group.first), carry, rows=group.size)
+
+        return jax.eval_shape(first, carry)
+
+    # Weights.
+
+    def _known_weights(self, carry: list[Any], terms: Any) -> tuple[Any, ...] | None:
+        """The weights of the whole batch, where they must be known before the loop."""
+        if self.mean:
+            return (self.split.rows * self._devices(),)
+        if len(terms.terms) == 1 and not self.sink.wants_share:
+            return None
+        zeros = self._varying([devices.zeros(weight) for _, weight in terms.terms])
+        state = (zeros, self._varying(carry))
+        for group, rows in self.groups:
+
+            def body(state: Any, index: Any, group: Any = group, rows: Any = rows) -> Any:
+                weights, carry = state
+                loss, aux = self.micro(
+                    self._leaves(rows, group.first, index), carry, rows=group.size
+                )
+                new = [a + b for a, (_, b) in zip(weights, loss.terms, strict=True)]
+                return self._varying((new, self._carried(aux, carry))), None
+
+            numbers = jnp.arange(group.first, group.first + group.count)
+            state, _ = jax.lax.scan(body, state, numbers)
+        return tuple(devices.summed(state[0], self.axes))
+
+    def _scales(self, weights: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], Any]:
+        """The scale of each term in the number that is differentiated, and what is left to divide.
+
+        The scales are at most 1, so that gradients in a narrow dtype do not overflow.
+        """
+        if weights is None:
+            return (None,), None
+        if self.mean:
+            divisor = self.split.microbatches if self.split.even else self.split.rows
+            return (None,), divisor * self._devices()
+        if len(weights) == 1:
+            return (None,), weights[0]
+        known = [jnp.where(weight == 0, jnp.inf, weight) for weight in weights]
+        smallest = functools.reduce(jnp.minimum, known)
+        smallest = jnp.where(jnp.isinf(smallest), 0, smallest)
+        return tuple(ratio(smallest, weight) for weight in weights), smallest
+
+    def _factors(self, divisor: Any) -> Callable[[int], Any]:
+        """How often a microbatch of so many rows counts; None for once."""
+        ragged = self.mean and not self.split.even
+
+        def factor(size: int) -> Any:
+            if not self.sink.wants_share:
+                return jnp.float32(size) if ragged else None
+            return ratio(jnp.float32(size if ragged else 1), jnp.asarray(divisor, jnp.float32))
+
+        return factor
+
+    # The loop.
+
+    def _add(
+        self, size: int, rows: Any, first: int, factors: Any, state: Any, index: Any
+    ) -> tuple[Any, Any]:
+        held, sums, aux_sums, carry = state
+        leaves = self._leaves(rows, first, index)
+
+        def objective(shared: list[Any], split: list[Any]) -> tuple[Any, Any]:
+            own = {
+                **leaves,
+                **dict(zip(self.shared, shared, strict=True)),
+                **dict(zip(self.split_diff, split, strict=True)),
+            }
+            loss, aux = self.micro(own, carry, rows=size)
+            if self.mean:
+                return loss, (loss, aux)
+            parts = [
+                _times(jnp.where(weight == 0, jnp.zeros_like(total), total), scale)
+                for (total, weight), scale in zip(loss.terms, self.scales, strict=True)
+            ]
+            return _sum(parts), (loss, aux)
+
+        (_, (loss, aux)), gradients = jax.value_and_grad(objective, (0, 1), has_aux=True)(
+            [self.call.leaves[path] for path in self.shared],
+            [leaves[path] for path in self.split_diff],
+        )
+        factor = factors(size)
+        weight: Any = jnp.float32(size)
+        if not self.mean:
+            # 0 × NaN is NaN: what has no weight is left out, whatever it is.
+            counts = functools.reduce(jnp.logical_or, [weight != 0 for _, weight in loss.terms])
+            gradients = jax.tree.map(lambda g: jnp.where(counts, g, jnp.zeros_like(g)), gradients)
+            weight = loss.terms[0][1]
+        shared, split = gradients
+        held = self.sink.add(held, shared, factor)
+        new_sums = self._added(sums, loss, size)
+        collected: Any = []
+        if self.has_aux:
+            aux_sums, collected = self.spec.add(aux_sums, aux, weight)
+        rows_out = [g if factor is None else g * factor.astype(g.dtype) for g in split]
+        state = (held, new_sums, aux_sums, self._carried(aux, carry))
+        return self._varying(state), (collected, rows_out)
+
+    def _carried(self, aux: Any, carry: list[Any]) -> list[Any]:
+        if not carry:
+            return carry
+        return jax.tree.map(
+            lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype),
+            self.spec.carried(aux),
+            carry,
+        )
+
+    def _sums(self, terms: Any) -> Any:
+        """Totals and weights before the first microbatch."""
+        if self.mean:
+            return jnp.zeros((), jnp.promote_types(terms.dtype, jnp.float32))
+        return [
+            (jnp.zeros((), jnp.promote_types(total.dtype, jnp.float32)), jnp.zeros((), jnp.float32))
+            for total, _ in terms.terms
+        ]
+
+    def _added(self, sums: Any, loss: Any, size: int) -> Any:
+        if self.mean:
+            loss = loss.astype(sums.dtype)
+            return sums + (loss if self.split.even else loss * size)
+        return [
+            (old + jnp.where(weight == 0, 0, total.astype(old.dtype)), weights + weight)
+            for (old, weights), (total, weight) in zip(sums, loss.terms, strict=True)
+        ]
+
+    def _varying(self, tree: Any) -> Any:
+        if not self.varying:
+            return tree
+        return jax.tree.map(lambda leaf: devices.as_varying(leaf, self.varying), tree)
+
+    def _devices(self) -> int:
+        return math.prod(jax.lax.axis_size(axis) for axis in self.axes)
+
+    def _result(
+        self, state: Any, collected: list[Any], aux: Any, weights: Any, divisor: Any
+    ) -> Result:
+        held, sums, aux_sums, carry = state
+        # One sum over the devices: the compiler makes one message of all its parts.
+        sums = devices.summed(sums, self.axes)
+        if self.mean:
+            value = sums / divisor
+        else:
+            weights = tuple(weight for _, weight in sums)
+            value = Weighted.of(sums).mean
+            if divisor is None:
+                divisor = weights[0]
+        held = self.sink.end(held, divisor, self.axes)
+        if not self.sink.wants_share:
+            held = [
+                devices.summed(leaf, sorted(self.summed[path] - set(self.axes)))
+                for path, leaf in zip(self.shared, held, strict=True)
+            ]
+        rows = {}
+        for number, path in enumerate(self.split_diff):
+            whole = self.split.collected([out[number] for _, out in collected])
+            rows[path] = ratio(whole, divisor) if not self.sink.wants_share else whole
+        aux_split: list[bool] = []
+        if self.has_aux:
+            aux, aux_split = self.spec.result(
+                aux_sums,
+                [out for out, _ in collected],
+                devices.averaged(carry, self.axes),
+                aux,
+                self.split,
+                self.axes,
+            )
+        return Result(value, tuple(weights), aux, aux_split, held, rows)
+
+
+def _real(name: str, loss: Any) -> jax.Array:
+    """The loss, if it is a real scalar.
+
+    Raises:
+      TypeError: it is not.
+    """
+    known = hasattr(loss, "dtype") or isinstance(loss, float)
+    if not known or not jnp.issubdtype(jnp.result_type(loss), jnp.floating) or jnp.shape(loss):
+        raise TypeError(
+            f"{name} must return its mean loss as a real floating-point scalar, or a "
+            f"jaxmem.Weighted(total, weight), got {described(loss)}"
+        )
+    return jnp.asarray(loss)
+
+
+def _array(path: Any, leaf: Any) -> jax.Array:
+    if not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "dtype"):
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "aux"
+        raise TypeError(
+            f"an auxiliary output of several microbatches must be an array; {name} is "
+            f"{described(leaf)}"
+        )
+    return jnp.asarray(leaf)
+
+
+def _times(total: jax.Array, scale: Any) -> jax.Array:
+    return total if scale is None else total * scale.astype(total.dtype)
+
+
+def _sum(parts: Sequence[jax.Array]) -> jax.Array:
+    dtype = functools.reduce(jnp.promote_types, [part.dtype for part in parts])
+    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])

@@ -1,0 +1,101 @@
+"""Accumulation for functions of Flax NNX modules.
+
+A module among the arguments is taken apart into its graph, what is differentiated (its
+parameters) and all other state, which goes from microbatch to microbatch as it would in a loop;
+in the end it is written back.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+
+# ---------------------------------------------------------------- API
+
+
+def present(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether NNX modules are among the arguments.
+
+    Raises:
+      TypeError: one is, where it could not be taken apart.
+    """
+    for name, value in kwargs.items():
+        if isinstance(value, nnx.Module):
+            raise TypeError(
+                f"{name}= is an NNX module, {type(value).__name__}; pass modules by position"
+            )
+    return any(isinstance(arg, nnx.Module) for arg in args)
+
+
+def wanted(argnums: Any) -> tuple[Any, dict[int, Any]]:
+    """Positions, and for each `nnx.DiffState` among them which variables it means."""
+    several = argnums if isinstance(argnums, Sequence) else (argnums,)
+    filters = {item.argnum: item.filter for item in several if isinstance(item, nnx.DiffState)}
+    plain = [item.argnum if isinstance(item, nnx.DiffState) else item for item in several]
+    return (tuple(plain) if isinstance(argnums, Sequence) else plain[0]), filters
+
+
+def pure(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Sequence[int],
+    filters: Mapping[int, Any],
+    has_aux: bool,
+) -> tuple[Callable[..., Any], list[Any], list[int]]:
+    """`fun` as a function of arrays.
+
+    Returns:
+      A function that returns the loss and, beside it, (states, aux); its arguments: those of
+      `fun`, with parameters in place of modules, followed by the modules' other state; and
+      the positions of the modules.
+
+    Raises:
+      ValueError: two modules share a variable.
+    """
+    positions = [k for k, arg in enumerate(args) if isinstance(arg, nnx.Module)]
+    _check_apart([args[k] for k in positions], positions)
+    graphs, own, states = {}, list(args), []
+    for k in positions:
+        if k in argnums:
+            graphs[k], own[k], state = nnx.split(args[k], filters.get(k, nnx.Param), ...)
+        else:
+            (graphs[k], state), own[k] = nnx.split(args[k]), nnx.State({})
+        states.append(state)
+
+    @functools.wraps(fun)
+    def call(*given: Any, **kwargs: Any) -> Any:
+        given, rest = list(given[: len(args)]), given[len(args) :]
+        merged = {}
+        for k, state in zip(positions, rest, strict=True):
+            merged[k] = given[k] = nnx.merge(graphs[k], given[k], state)
+        out = fun(*given, **kwargs)
+        after = []
+        for k in positions:
+            filters_of_k = (filters.get(k, nnx.Param),) if k in argnums else ()
+            *_, state = nnx.split(merged[k], *filters_of_k, *([...] if filters_of_k else []))
+            after.append(state)
+        loss, aux = out if has_aux else (out, None)
+        return loss, (after, aux)
+
+    return call, [*own, *states], positions
+
+
+def write_back(args: Sequence[Any], positions: Sequence[int], states: Sequence[Any]) -> None:
+    """Give each module the state that the last microbatch left."""
+    for k, state in zip(positions, states, strict=True):
+        nnx.update(args[k], state)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _check_apart(modules: Sequence[Any], positions: Sequence[int]) -> None:
+    owner: dict[int, int] = {}
+    for position, module in zip(positions, modules, strict=True):
+        for path, node in nnx.iter_graph(module, graph=True):
+            if isinstance(node, nnx.Variable) and owner.setdefault(id(node), position) != position:
+                raise ValueError(
+                    f"arguments {owner[id(node)]} and {position} share the variable "
+                    f"{'/'.join(map(str, path))}; pass one module that holds both"
+                )
