@@ -10,6 +10,8 @@ from jaxmem import linen as linen
 from jaxmem import nnx as nnx
 from jaxmem import policies as policies
 from jaxmem import targets as targets
+from jaxmem.accumulate import AdamA as AdamA
+from jaxmem.accumulate import AdamAState as AdamAState
 from jaxmem.accumulate import BatchAux as BatchAux
 from jaxmem.accumulate import MultiSteps as MultiSteps
 from jaxmem.accumulate import MultiStepsState as MultiStepsState

@@ -55,7 +55,14 @@ class Parts:
 
     @classmethod
     def checked(
-        cls, *, argnums: Any, has_aux: bool, microbatches: Any, aux: Any, **parts: Any
+        cls,
+        *,
+        argnums: Any,
+        has_aux: bool,
+        microbatches: Any,
+        aux: Any,
+        return_weight: bool,
+        **parts: Any,
     ) -> "Parts":
         """Raises `TypeError` or `ValueError` for options that cannot be."""
         spec = Spec.of(aux)
@@ -64,6 +71,7 @@ class Parts:
             has_aux=has_aux,
             microbatches=check_positive("microbatches", microbatches),
             aux=spec,
+            return_weight=return_weight,
             **{
                 name: _numbers(name, value) if name.endswith("argnums") else value
                 for name, value in parts.items()
@@ -73,13 +81,13 @@ class Parts:
         if carries != len(found.carry_argnums) or (carries and not has_aux):
             raise ValueError(
                 f'carry_argnums={found.carry_argnums} wants as many "carry" in aux=, and '
-                f"has_aux=True: each microbatch returns, beside the loss, what the next one gets; got "
-                f"aux={aux!r} and has_aux={has_aux}"
+                "has_aux=True: each microbatch returns, beside the loss, what the next one gets; "
+                f"got aux={aux!r} and has_aux={has_aux}"
             )
         if found.batch_sharding is not None and "last" in spec.modes:
             raise ValueError(
-                'aux="last" has no meaning where every device has a last microbatch; pass "stack", or '
-                "leave batch_sharding= out"
+                'aux="last" has no meaning where every device has a last microbatch; pass "stack", '
+                "or leave batch_sharding= out"
             )
         return found
 

@@ -210,7 +210,7 @@ class _Loop:
                         )
             if found:
                 raise ValueError(
-                    f"a carried argument must stay what it is from microbatch to microbatch: {found}"
+                    f"a carried argument must keep its form from microbatch to microbatch: {found}"
                 )
 
     def _shapes(self, carry: list[Any]) -> tuple[Any, Any]:
@@ -306,7 +306,11 @@ class _Loop:
         if not self.mean:
             # 0 × NaN is NaN: what has no weight is left out, whatever it is.
             counts = functools.reduce(jnp.logical_or, [weight != 0 for _, weight in loss.terms])
-            gradients = jax.tree.map(lambda g: jnp.where(counts, g, jnp.zeros_like(g)), gradients)
+            # A zero of its own: XLA would keep one tree of zeros for all that are alike.
+            zero = jax.lax.optimization_barrier(jnp.zeros(()))
+            gradients = jax.tree.map(
+                lambda g: jnp.where(counts, g, zero.astype(g.dtype)), gradients
+            )
             weight = loss.terms[0][1]
         shared, split = gradients
         held = self.sink.add(held, shared, factor)

@@ -55,7 +55,8 @@ def pure(
     """
     positions = [k for k, arg in enumerate(args) if isinstance(arg, nnx.Module)]
     _check_apart([args[k] for k in positions], positions)
-    graphs, own, states = {}, list(args), []
+    graphs: dict[int, Any] = {}
+    own, states = list(args), []
     for k in positions:
         if k in argnums:
             graphs[k], own[k], state = nnx.split(args[k], filters.get(k, nnx.Param), ...)
@@ -65,16 +66,15 @@ def pure(
 
     @functools.wraps(fun)
     def call(*given: Any, **kwargs: Any) -> Any:
-        given, rest = list(given[: len(args)]), given[len(args) :]
+        arguments, rest = list(given[: len(args)]), given[len(args) :]
         merged = {}
         for k, state in zip(positions, rest, strict=True):
-            merged[k] = given[k] = nnx.merge(graphs[k], given[k], state)
-        out = fun(*given, **kwargs)
+            merged[k] = arguments[k] = nnx.merge(graphs[k], arguments[k], state)
+        out = fun(*arguments, **kwargs)
         after = []
         for k in positions:
-            filters_of_k = (filters.get(k, nnx.Param),) if k in argnums else ()
-            *_, state = nnx.split(merged[k], *filters_of_k, *([...] if filters_of_k else []))
-            after.append(state)
+            apart = (filters.get(k, nnx.Param), ...) if k in argnums else ()
+            after.append(nnx.split(merged[k], *apart)[-1])
         loss, aux = out if has_aux else (out, None)
         return loss, (after, aux)
 

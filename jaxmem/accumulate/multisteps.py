@@ -19,7 +19,14 @@ from jax.core import Tracer
 
 from jaxmem.accumulate import extra_args
 from jaxmem.accumulate.once import run_if
-from jaxmem.accumulate.trees import at_least_float32, described, difference, floating, sum_dtype
+from jaxmem.accumulate.trees import (
+    at_least_float32,
+    described,
+    difference,
+    floating,
+    own_zero,
+    sum_dtype,
+)
 from jaxmem.accumulate.weighted import checked_weight, ratio
 
 # ---------------------------------------------------------------- types
@@ -315,7 +322,6 @@ class MultiSteps:
         if any(map(_differ, jax.tree.leaves(gradients), jax.tree.leaves(mean))):
             wanted = jax.eval_shape(inner_update, gradients, inner, operands)[0]
         inner = jax.tree.map(_like, inner, inner)
-        zero = jax.lax.optimization_barrier(jnp.zeros(()))  # or else XLA keeps one tree of zeros
 
         if _can_share(found, mean):
 
@@ -328,9 +334,9 @@ class MultiSteps:
                 lambda acc, new: acc.astype(jnp.promote_types(acc.dtype, new.dtype)), mean, found
             )
             shared, inner = run_if(body, steps, (shared, inner), operands)
-            updates = jax.tree.map(lambda x: jnp.where(steps, x, zero.astype(x.dtype)), shared)
+            updates = jax.tree.map(lambda x: jnp.where(steps, x, own_zero(x.dtype)), shared)
             mean = jax.tree.map(
-                lambda x, acc: jnp.where(steps, zero.astype(x.dtype), x).astype(acc.dtype),
+                lambda x, acc: jnp.where(steps, own_zero(x.dtype), x).astype(acc.dtype),
                 shared,
                 mean,
             )

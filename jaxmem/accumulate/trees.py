@@ -64,6 +64,15 @@ def at_least_float32(*dtypes: Any) -> Any:
     return found
 
 
+def own_zero(dtype: Any) -> jax.Array:
+    """A zero to choose by `where` for an array of any size.
+
+    XLA takes arrays of zeros that are alike for one.  If another is where a loop begins,
+    that one must exist, and is kept for this use: a buffer as large as the parameters.
+    """
+    return jax.lax.optimization_barrier(jnp.zeros((), dtype))
+
+
 def leaf_names(tree: Any, root: str = "") -> list[str]:
     """The path of each leaf: "encoder/kernel"."""
     found = []

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmem.accumulate.trees import described
+from jaxmem.accumulate.trees import described, own_zero
 
 # ---------------------------------------------------------------- API
 
@@ -111,8 +111,8 @@ def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     dtype = jnp.promote_types(jnp.result_type(total), jnp.float32)
     weight = jnp.asarray(weight, dtype)
     none = weight == 0
-    total = jnp.where(none, 0, jnp.asarray(total, dtype))
-    return total / jnp.where(none, 1, weight)
+    total = jnp.where(none, own_zero(dtype), jnp.asarray(total, dtype))
+    return total / jnp.where(none, jnp.ones((), dtype), weight)
 
 
 def checked_weight(what: str, weight: Any) -> Any:
@@ -139,8 +139,8 @@ def check_finished(weights: Any) -> None:
     for weight in weights:
         if not isinstance(weight, Tracer) and np.isnan(np.asarray(weight)):
             raise ValueError(
-                "the weight of a microbatch is negative or NaN; jaxmem.Weighted(total, weight) wants "
-                "the number of tokens or examples that count, which is at least 0"
+                "the weight of a microbatch is negative or NaN; jaxmem.Weighted(total, weight) "
+                "wants the number of tokens or examples that count, which is at least 0"
             )
 
 
