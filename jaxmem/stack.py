@@ -18,7 +18,16 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmem import _jax
 from jaxmem.choose import choose
-from jaxmem.execute import Form, Schedule, checkpointed, nested, plain, schedule_for
+from jaxmem.execute import (
+    NOWHERE,
+    Form,
+    Into,
+    Schedule,
+    checkpointed,
+    nested,
+    plain,
+    schedule_for,
+)
 from jaxmem.layer import Layer, Wrt, differentiated
 from jaxmem.plan import Plan
 from jaxmem.policies import Policy
@@ -95,22 +104,29 @@ class Stack:
             outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
             return outs, used
-        linear = _Tangent(self.form, layer.wrt, plan, schedule_for(plan, self.form, layer))
-        return linear.split(args, tangents)
+        return Tangent(self.form, layer, plan).split(args, tangents)
+
+    def linear(self, operands: Sequence[bool]) -> "Tangent":
+        """The linear part, for the derivative with respect to these operands."""
+        layer = self.layer(operands)
+        return Tangent(self.form, layer, self.plan(layer))
 
 
 # ---------------------------------------------------------------- implementation
 
 
-class _Tangent:
+class Tangent:
     """The linear part of a stack (the value that `tangent_p` carries).
 
     Its residuals are the operands of the stack, then what the schedule keeps.
     """
 
-    def __init__(self, form: Form, wrt: Wrt, plan: Plan, schedule: Schedule) -> None:
-        self.form, self.wrt, self.plan, self.schedule = form, wrt, plan, schedule
-        self.num_args = len(wrt.ins)
+    def __init__(self, form: Form, layer: Layer, plan: Plan) -> None:
+        self.form, self.wrt, self.plan = form, layer.wrt, plan
+        self.first_x = form.body.num_consts + form.body.num_carry
+        self.num_args = len(layer.wrt.ins)
+        if plan.kind != "none":  # which is jax's own scan
+            self.schedule = schedule_for(plan, form, layer)
         self.num_residuals = 0
         self.tangent_avals: list[Any] = []
 
@@ -118,15 +134,26 @@ class _Tangent:
         self, args: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Results, computed keeping what the plan says, and their tangents, to be transposed."""
+        outs, kept = self.forward(args)
+        given = [
+            _jax.zeros_like(arg) if t is None else t
+            for arg, t, wrt in zip(args, tangents, self.wrt.ins, strict=True)
+            if wrt
+        ]
+        found = iter(_jax.bind_tangent(self, [*args, *kept], given))
+        return outs, [next(found) if wrt else None for wrt in self.wrt.outs]
+
+    def forward(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Results, and what the schedule keeps."""
         tree = None
 
-        def forward(*args: Any) -> list[Any]:
+        def run(*args: Any) -> list[Any]:
             nonlocal tree
             outs, kept = self.schedule.forward(args)
             leaves, tree = jax.tree.flatten(kept)
             return [*outs, *leaves]
 
-        flat = _differentiated_as(forward, self.nested)(*args)
+        flat = _differentiated_as(run, self.nested)(*args)
         outs, kept = flat[: len(self.wrt.outs)], flat[len(self.wrt.outs) :]
         self.kept_tree = tree
         self.num_residuals = self.num_args + len(kept)
@@ -135,13 +162,11 @@ class _Tangent:
             for out, wrt in zip(outs, self.wrt.outs, strict=True)
             if wrt
         ]
-        given = [
-            _jax.zeros_like(arg) if t is None else t
-            for arg, t, wrt in zip(args, tangents, self.wrt.ins, strict=True)
-            if wrt
-        ]
-        found = iter(_jax.bind_tangent(self, [*args, *kept], given))
-        return outs, [next(found) if wrt else None for wrt in self.wrt.outs]
+        return outs, kept
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """The plain scan."""
+        return plain(self.form, args)
 
     def nested(self, *args: Any) -> list[Any]:
         return nested(self.form, self.schedule.lengths, args)
@@ -176,9 +201,11 @@ class _Tangent:
         layer = Layer(self.form.body, Wrt(self.wrt.ins, outs))
         return schedule_for(self.plan, self.form, layer, taped=False)
 
-    def pull(self, residuals: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+    def pull(self, residuals: Sequence[Any], cts: Sequence[Any], into: Into = NOWHERE) -> list[Any]:
         given = [ct is not None for ct in cts]
-        num_carry = sum(self.wrt.outs[: self.form.body.num_carry])
+        body = self.form.body
+        num_carry = sum(self.wrt.outs[: body.num_carry])
+        first_x = sum(self.wrt.ins[: self.first_x])
         schedule = self.schedule if all(given[num_carry:]) else self.without(given[num_carry:])
 
         def parts(flat: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
@@ -186,22 +213,35 @@ class _Tangent:
             kept = jax.tree.unflatten(self.kept_tree, flat[self.num_args : self.num_residuals])
             return flat[: self.num_args], kept, [next(rest) if g else None for g in given]
 
+        parts_of_into, tree = jax.tree.flatten((into.held, into.factor))
+        num_into = len(parts_of_into)
+
+        def split(flat: Sequence[Any]) -> tuple[Sequence[Any], Into]:
+            rest = len(flat) - num_into
+            held, factor = jax.tree.unflatten(tree, flat[rest:])
+            return flat[:rest], dataclasses.replace(into, held=held, factor=factor)
+
         def backward(*flat: Any) -> list[Any]:
-            args, kept, cts = parts(flat)
+            rest, into = split(flat)
+            args, kept, cts = parts(rest)
             ct_ys = [ct for ct in cts[num_carry:] if ct is not None]
-            found = schedule.backward(args, kept, cts[:num_carry], ct_ys)
+            found = schedule.backward(args, kept, cts[:num_carry], ct_ys, into)
             return [*found.consts, *found.carry, *found.xs]
 
         def as_nested(*flat: Any) -> list[Any]:
-            args, _, cts = parts(flat)
+            rest, into = split(flat)
+            args, _, cts = parts(rest)
             outs, vjp = jax.vjp(self.active(*args), *self.primals(args))
             full = [
                 _jax.zeros_like(o) if ct is None else ct for o, ct in zip(outs, cts, strict=True)
             ]
-            return list(vjp(full))
+            found = list(vjp(full))
+            for number, held in into.held.items():
+                found[first_x + number] = into.add(held, found[first_x + number], into.factor)
+            return found
 
         present = [ct for ct in cts if ct is not None]
-        return _differentiated_as(backward, as_nested)(*residuals, *present)
+        return _differentiated_as(backward, as_nested)(*residuals, *present, *parts_of_into)
 
 
 def _differentiated_as(fn: Callable[..., list[Any]], form: Callable[..., list[Any]]) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.accumulate.gradient import Parts, accumulate, outputs
-from jaxmem.accumulate.trees import at_least_float32, described, floating, sum_dtype
+from jaxmem.accumulate.trees import at_least_float32, described, floating, sum_dtype, weighed
 
 # ---------------------------------------------------------------- types
 
@@ -196,15 +196,13 @@ class _Moments:
             for m, v, _ in zip(mu, nu, leaves, strict=True)
         ]
 
-    def add(self, held: Any, gradients: Sequence[jax.Array], factor: Any) -> Any:
-        return [self._add(m, v, new, factor) for (m, v), new in zip(held, gradients, strict=True)]
-
     def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> Any:
         return held
 
-    def _add(self, mu: jax.Array, nu: jax.Array, new: jax.Array, factor: Any) -> Any:
-        dtype = at_least_float32(mu.dtype, new.dtype)
-        share = new.astype(dtype) * factor.astype(dtype)
+    def add(self, held: Any, gradient: jax.Array, factor: Any) -> tuple[jax.Array, jax.Array]:
+        mu, nu = held
+        dtype = at_least_float32(mu.dtype, gradient.dtype)
+        share = weighed(gradient, factor).astype(dtype)
         square = (share * share.conj()) if jnp.iscomplexobj(share) else share * share
         return (
             (mu.astype(dtype) + (1 - self.b1) * share).astype(mu.dtype),

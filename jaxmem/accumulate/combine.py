@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxmem.accumulate import devices
 from jaxmem.accumulate.split import Split
-from jaxmem.accumulate.trees import at_least_float32, described, leaf_names
+from jaxmem.accumulate.trees import at_least_float32, described, leaf_names, promoted
 from jaxmem.accumulate.weighted import Weighted, ratio
 
 MODES = ("stack", "concat", "sum", "mean", "last", "carry")
@@ -138,8 +138,8 @@ class Spec:
                         f'"concat" wants one entry per example, and {name} is {described(leaf)} '
                         f"for a microbatch of {rows}; pass another word for it in aux="
                     )
-                if mode == "mean" and not _is_weighted(leaf) and not _numeric(leaf):
-                    raise TypeError(f'"mean" wants numbers, and {name} is {described(leaf)}')
+                if mode in ("sum", "mean") and not _is_weighted(leaf) and not _numeric(leaf):
+                    raise TypeError(f'"{mode}" wants numbers, and {name} is {described(leaf)}')
 
 
 # ---------------------------------------------------------------- implementation
@@ -160,7 +160,7 @@ def _numeric(leaf: Any) -> bool:
 def _sum_dtype(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact):
         return at_least_float32(dtype)
-    return jnp.promote_types(dtype, jnp.int32)
+    return promoted(dtype, jnp.int32)
 
 
 def _zero(mode: str, leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from jaxmem.accumulate import devices, modules
 from jaxmem.accumulate.call import Call, take_apart
 from jaxmem.accumulate.combine import Spec
 from jaxmem.accumulate.loop import Result, Sink, run
-from jaxmem.accumulate.trees import at_least_float32, floating, sum_dtype
+from jaxmem.accumulate.trees import at_least_float32, floating, sum_dtype, weighed
 from jaxmem.accumulate.weighted import check_finished, ratio
 from jaxmem.errors import check_positive
 
@@ -162,9 +162,10 @@ def value_and_grad(
         returns. The text says which and what to pass instead.  A negative weight raises
         where its value is known, and gives NaN under `jit`.
 
-    Memory: one accumulator of the parameters' size, and one microbatch.  Terms of
-    several weights (`Weighted` + `Weighted`) need the sum of the weights first: what computes
-    them runs twice.
+    Memory: one accumulator of the parameters' size, and one microbatch.  Parameters that
+    are stacked and read in one `lax.scan` over layers need no gradient beside it: each layer adds
+    its own to the accumulator.  Terms of several weights (`Weighted` + `Weighted`) need the
+    sums of the weights first: what computes them runs twice.
 
     >>> def loss(w, batch):
     ...     error = batch["mask"] * (batch["x"] @ w - batch["y"]) ** 2
@@ -288,8 +289,10 @@ class _Mean:
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         return [jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self.dtype)) for leaf in leaves]
 
-    def add(self, held: Any, gradients: Sequence[jax.Array], factor: Any) -> list[jax.Array]:
-        return [_plus(old, new, factor) for old, new in zip(held, gradients, strict=True)]
+    def add(self, held: jax.Array, gradient: jax.Array, factor: Any) -> jax.Array:
+        dtype = at_least_float32(held.dtype, gradient.dtype)
+        new = gradient if factor is None else weighed(gradient, factor)
+        return (held.astype(dtype) + new.astype(dtype)).astype(held.dtype)
 
     def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> list[jax.Array]:
         return [self._divided(leaf, divisor) for leaf in devices.summed(held, axes)]
@@ -301,14 +304,6 @@ class _Mean:
         else:
             whole = ratio(leaf, divisor)
         return whole.astype(dtype)
-
-
-def _plus(old: jax.Array, new: jax.Array, factor: Any) -> jax.Array:
-    dtype = at_least_float32(old.dtype, new.dtype)
-    new = new.astype(dtype)
-    if factor is not None:
-        new = new * factor.astype(dtype)
-    return (old.astype(dtype) + new).astype(old.dtype)
 
 
 def _numbers(what: str, numbers: Any) -> tuple[int, ...]:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxmem.accumulate import devices
+from jaxmem.accumulate import devices, inplace
 from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.combine import Spec
 from jaxmem.accumulate.split import microbatch
-from jaxmem.accumulate.trees import described, difference, leaf_names
+from jaxmem.accumulate.trees import described, difference, leaf_names, weighed
 from jaxmem.accumulate.weighted import Weighted, ratio
 
 # ---------------------------------------------------------------- types
@@ -36,15 +36,18 @@ class Sink(Protocol):
 
     wants_share: bool
 
-    def begin(self, leaves: Sequence[jax.Array]) -> Any:
-        """What is held before the first microbatch."""
+    def begin(self, leaves: Sequence[jax.Array]) -> list[Any]:
+        """What is held for each leaf before the first microbatch: trees of arrays of its shape."""
         ...
 
-    def add(self, held: Any, gradients: Sequence[jax.Array], factor: Any) -> Any:
-        """What is held after one more; each gradient counts `factor` times (None: once)."""
+    def add(self, held: Any, gradient: jax.Array, factor: Any) -> Any:
+        """What is held for a leaf, or for rows of it, after one more gradient.
+
+        It counts `factor` times (None: once), and not at all, even if it is NaN, with 0.
+        """
         ...
 
-    def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> Any:
+    def end(self, held: list[Any], divisor: Any, axes: Sequence[str]) -> Any:
         """What is made of it: summed over `axes`, and divided (None: by 1)."""
         ...
 
@@ -282,7 +285,23 @@ class _Loop:
         held, sums, aux_sums, carry = state
         leaves = self._leaves(rows, first, index)
 
-        def objective(shared: list[Any], split: list[Any]) -> tuple[Any, Any]:
+        held, split, loss, aux = self._gradients(held, leaves, carry, size, factors(size))
+        new_sums = self._added(sums, loss, size)
+        collected: Any = []
+        if self.has_aux:
+            weight = jnp.float32(size) if self.mean else loss.terms[0][1]
+            aux_sums, collected = self.spec.add(aux_sums, aux, weight)
+        state = (held, new_sums, aux_sums, self._carried(aux, carry))
+        return self._varying(state), (collected, split)
+
+    def _gradients(
+        self, held: list[Any], leaves: dict[Path, Any], carry: list[Any], size: int, factor: Any
+    ) -> tuple[list[Any], list[Any], Any, Any]:
+        """What is held with one more microbatch; gradients of its rows, its loss and its aux."""
+        shared = [self.call.leaves[path] for path in self.shared]
+        split = [leaves[path] for path in self.split_diff]
+
+        def objective(shared: list[Any], split: list[Any], leaves: Any, carry: Any) -> Any:
             own = {
                 **leaves,
                 **dict(zip(self.shared, shared, strict=True)),
@@ -297,30 +316,49 @@ class _Loop:
             ]
             return _sum(parts), (loss, aux)
 
-        (_, (loss, aux)), gradients = jax.value_and_grad(objective, (0, 1), has_aux=True)(
-            [self.call.leaves[path] for path in self.shared],
-            [leaves[path] for path in self.split_diff],
+        flat, tree = jax.tree.flatten((shared, split, leaves, carry))
+        closed, out_shape = jax.make_jaxpr(
+            lambda *flat: objective(*tree.unflatten(flat)), return_shape=True
+        )(*flat)
+        out_tree = jax.tree.structure(out_shape)
+        stacked = inplace.find(closed, range(len(shared)), range(len(shared) + len(split)))
+        always = self.mean and factor is None  # then nothing is multiplied
+
+        def add(held: Any, gradient: jax.Array, factor: Any) -> Any:
+            return self.sink.add(held, gradient, None if always else factor)
+
+        def run(shared: list[Any], split: list[Any], own: Any, factor: Any) -> Any:
+            full = [*shared, *split, *flat[len(shared) + len(split) :]]
+            outs, own, factor = inplace.evaluate(stacked, full, own, factor, add)
+            value, found = out_tree.unflatten(outs)
+            return (value, own, factor), found
+
+        alone = [k for k in range(len(shared)) if k not in stacked.arguments]
+        own = {k: held[k] for k in sorted(stacked.arguments)}
+
+        def of(given: list[Any], split: list[Any], own: Any, factor: Any) -> Any:
+            full = list(shared)
+            for k, leaf in zip(alone, given, strict=True):
+                full[k] = leaf
+            return run(full, split, own, factor)
+
+        one = self._varying(jnp.ones((), jnp.float32))
+        (value, *_), pull, (loss, aux) = jax.vjp(
+            of, [shared[k] for k in alone], split, own, one, has_aux=True
         )
-        factor = factors(size)
-        weight: Any = jnp.float32(size)
         if not self.mean:
             # 0 × NaN is NaN: what has no weight is left out, whatever it is.
             counts = functools.reduce(jnp.logical_or, [weight != 0 for _, weight in loss.terms])
-            # A zero of its own: XLA would keep one tree of zeros for all that are alike.
-            zero = jax.lax.optimization_barrier(jnp.zeros(()))
-            gradients = jax.tree.map(
-                lambda g: jnp.where(counts, g, zero.astype(g.dtype)), gradients
-            )
-            weight = loss.terms[0][1]
-        shared, split = gradients
-        held = self.sink.add(held, shared, factor)
-        new_sums = self._added(sums, loss, size)
-        collected: Any = []
-        if self.has_aux:
-            aux_sums, collected = self.spec.add(aux_sums, aux, weight)
-        rows_out = [g if factor is None else g * factor.astype(g.dtype) for g in split]
-        state = (held, new_sums, aux_sums, self._carried(aux, carry))
-        return self._varying(state), (collected, rows_out)
+            factor = jnp.where(counts, one if factor is None else factor, 0)
+        given = one if factor is None else self._varying(factor)
+        new, split_out, own, _ = pull((jnp.ones_like(value), own, given))
+        held = list(held)
+        for k, gradient in zip(alone, new, strict=True):
+            held[k] = add(held[k], gradient, given)
+        for k, after in own.items():
+            held[k] = after
+        rows = [gradient if always else weighed(gradient, given) for gradient in split_out]
+        return held, rows, loss, aux
 
     def _carried(self, aux: Any, carry: list[Any]) -> list[Any]:
         if not carry:

@@ -25,6 +25,7 @@ from jaxmem.accumulate.trees import (
     difference,
     floating,
     own_zero,
+    promoted,
     sum_dtype,
 )
 from jaxmem.accumulate.weighted import checked_weight, ratio
@@ -148,7 +149,9 @@ class MultiSteps:
         def zero() -> jax.Array:  # another one each time: the state may be donated
             return jnp.zeros((), jnp.int32)
 
-        no_gradients = jax.tree.map(jnp.zeros_like, params)
+        skip_state: Any = ()
+        if self._should_skip is not None:
+            skip_state = self._verdict(jax.tree.map(jnp.zeros_like, params), zero(), params)[1]
         return MultiStepsState(
             mini_step=zero(),
             gradient_step=zero(),
@@ -156,7 +159,7 @@ class MultiSteps:
             acc_grads=jax.tree.map(
                 lambda leaf: jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self._dtype)), params
             ),
-            skip_state=self._verdict(no_gradients, zero(), params)[1],
+            skip_state=skip_state,
             weight=jnp.zeros((), jnp.float32),
             skipped=zero(),
             updated=jnp.zeros((), jnp.bool_),
@@ -208,7 +211,7 @@ class MultiSteps:
             counts = weight != 0 if counts is None else counts & (weight != 0)
 
         total = _choose(counts, state.weight + (1 if weight is None else weight), state.weight)
-        add = functools.partial(self._added, weight=weight, total=total)
+        add = functools.partial(self._added, before=state.weight, weight=weight)
         mean = jax.tree.map(
             lambda acc, leaf: _choose(counts, add(acc, leaf), acc), state.acc_grads, updates
         )
@@ -265,16 +268,19 @@ class MultiSteps:
             )
         return jnp.asarray(found[0]), found[1]
 
-    def _added(self, acc: jax.Array, leaf: Any, *, weight: Any, total: jax.Array) -> jax.Array:
+    def _added(self, acc: jax.Array, leaf: Any, *, before: jax.Array, weight: Any) -> jax.Array:
         dtype = at_least_float32(acc.dtype, jnp.result_type(leaf))
-        before, new = acc.astype(dtype), jnp.asarray(leaf, dtype)
-        if not self._use_grad_mean:
-            after = before + (new if weight is None else new * weight.astype(dtype))
-        elif weight is None:
-            after = before + (new - before) / total.astype(dtype)
+        old, new = acc.astype(dtype), jnp.asarray(leaf, dtype)
+        if weight is None:
+            # A sum of its own for each leaf, as in optax: the compiler multiplies by the
+            # reciprocal of a divisor that is used once, and that rounds otherwise.
+            after = old + ((new - old) / (before + 1).astype(dtype) if self._use_grad_mean else new)
+        elif self._use_grad_mean:
+            weight = weight.astype(jnp.finfo(dtype).dtype)
+            share = ratio(weight, before.astype(weight.dtype) + weight)
+            after = old + (new - old) * share.astype(dtype)
         else:
-            share = ratio(weight.astype(jnp.finfo(dtype).dtype), total)
-            after = before + (new - before) * share.astype(dtype)
+            after = old + new * weight.astype(dtype)
         return after.astype(acc.dtype)
 
     def _extra_args(
@@ -331,7 +337,7 @@ class MultiSteps:
                 return jax.tree.map(_like, updates, shared), inner
 
             shared = jax.tree.map(
-                lambda acc, new: acc.astype(jnp.promote_types(acc.dtype, new.dtype)), mean, found
+                lambda acc, new: acc.astype(promoted(acc.dtype, new.dtype)), mean, found
             )
             shared, inner = run_if(body, steps, (shared, inner), operands)
             updates = jax.tree.map(lambda x: jnp.where(steps, x, own_zero(x.dtype)), shared)

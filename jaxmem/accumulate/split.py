@@ -131,4 +131,5 @@ def _reshape(x: jax.Array, shape: Sequence[int], spec: PartitionSpec | None) -> 
         return x
     if spec is None:
         return x.reshape(shape)
-    return jax.lax.reshape(x, shape, out_sharding=spec)
+    mesh = jax.typeof(x).sharding.mesh  # which need not be the one that is set
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec))

@@ -1,5 +1,6 @@
 """Trees of gradients: their dtypes, their zeros, and what is said of two that differ."""
 
+import functools
 from typing import Any
 
 import jax
@@ -52,16 +53,19 @@ def sum_dtype(leaf: Any, dtype: np.dtype | None) -> np.dtype:
     if dtype is None or own in (np.float64, np.complex128):
         return own
     if jnp.issubdtype(own, jnp.complexfloating):
-        return np.dtype(jnp.promote_types(dtype, np.complex64))
+        return np.dtype(promoted(dtype, np.complex64))
     return dtype
 
 
 def at_least_float32(*dtypes: Any) -> Any:
     """The dtype to compute in: what all of these promote to, and float32 at the least."""
-    found = jnp.float32
-    for dtype in dtypes:
-        found = jnp.promote_types(found, dtype)
-    return found
+    return promoted(jnp.float32, *dtypes)
+
+
+def promoted(*dtypes: Any) -> Any:
+    """What dtypes promote to, also where the user forbids that it happens unasked."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def own_zero(dtype: Any) -> jax.Array:
@@ -71,6 +75,13 @@ def own_zero(dtype: Any) -> jax.Array:
     that one must exist, and is kept for this use: a buffer as large as the parameters.
     """
     return jax.lax.optimization_barrier(jnp.zeros((), dtype))
+
+
+def weighed(gradient: jax.Array, factor: Any) -> jax.Array:
+    """A gradient that counts `factor` times; with 0 it is zero, even if it is NaN."""
+    dtype = at_least_float32(gradient.dtype)
+    factor = factor.astype(dtype)
+    return jnp.where(factor == 0, own_zero(dtype), gradient.astype(dtype) * factor)
 
 
 def leaf_names(tree: Any, root: str = "") -> list[str]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmem.accumulate.trees import described, own_zero
+from jaxmem.accumulate.trees import at_least_float32, described, own_zero
 
 # ---------------------------------------------------------------- API
 
@@ -28,7 +28,7 @@ class Weighted:
     Over microbatches i the loss is then the sum over the terms t of
     (Σᵢ totalₜᵢ) / (Σᵢ weightₜᵢ), and its gradient takes the weights as constants.  A term
     that every microbatch has alike, such as a penalty on the parameters, has
-    the weight 1.
+    the weight 1.  A total of weight 0 counts as 0, whatever it is, even NaN.
 
     Args:
       total: a real scalar, the sum over what the weight counts.
@@ -85,6 +85,8 @@ class Weighted:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "Weighted":
+        if isinstance(divisor, Weighted):
+            raise TypeError("a Weighted can be divided by a number, not by another Weighted")
         return self * (1 / divisor)
 
     def __neg__(self) -> "Weighted":
@@ -92,6 +94,9 @@ class Weighted:
 
     def __sub__(self, other: Any) -> "Weighted":
         return self + -other
+
+    def __rsub__(self, other: Any) -> "Weighted":
+        return -self + other
 
     def tree_flatten_with_keys(self) -> tuple[Any, int]:
         keys = [jax.tree_util.SequenceKey(index) for index in range(2 * len(self.terms))]
@@ -108,7 +113,7 @@ class Weighted:
 
 def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     """total / weight in float32 or wider, and 0 where there is no weight, whatever the total."""
-    dtype = jnp.promote_types(jnp.result_type(total), jnp.float32)
+    dtype = at_least_float32(jnp.result_type(total))
     weight = jnp.asarray(weight, dtype)
     none = weight == 0
     total = jnp.where(none, own_zero(dtype), jnp.asarray(total, dtype))
@@ -122,10 +127,10 @@ def checked_weight(what: str, weight: Any) -> Any:
       TypeError: it is not a real number.
       ValueError: it is not a scalar, or is known and negative or not finite.
     """
-    weight = scalar(what, weight, "the number of tokens or examples")
+    found = scalar(what, weight, "the number of tokens or examples")
     if isinstance(weight, Tracer):
-        weight = jax.lax.stop_gradient(weight).astype(jnp.float32)
-        return jnp.where(weight >= 0, weight, jnp.nan)
+        found = jax.lax.stop_gradient(found).astype(jnp.float32)
+        return jnp.where(found >= 0, found, jnp.nan)
     if not 0 <= float(weight) < float("inf"):
         raise ValueError(
             f"{what} must be at least 0 and finite, got {float(weight)}; pass the number of tokens "

@@ -9,5 +9,9 @@ schedule ever holds a copy of a segment's parameters.
 
 from jaxmem.execute.forms import Form, applied, checkpointed, nested, plain
 from jaxmem.execute.schedules import Schedule, schedule_for
+from jaxmem.execute.state import NOWHERE, Into
 
-__all__ = ["Form", "Schedule", "applied", "checkpointed", "nested", "plain", "schedule_for"]
+__all__ = [
+    "NOWHERE", "Form", "Into", "Schedule", "applied", "checkpointed", "nested", "plain",
+    "schedule_for",
+]  # fmt: skip

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem._jax import RECOMPUTED
 from jaxmem.execute.forms import CARRY_NAME, Form
-from jaxmem.execute.state import Cotangents, buffer, load, pull, start, store
+from jaxmem.execute.state import NOWHERE, Cotangents, Into, buffer, load, pull, start, store
 from jaxmem.layer import Layer
 
 Kept = list[Any]
@@ -60,18 +60,21 @@ def backward(
     kept: Kept,
     ct_carry: Sequence[Any],
     ct_ys: Sequence[Any],
+    into: Into = NOWHERE,
 ) -> Cotangents:
     """Cotangents of the operands; one of the final carry may be None for zero."""
-    descent = _Descent(form, layer, args, ct_ys)
-    state = start(layer, args, ct_carry)
+    descent = _Descent(form, layer, args, ct_ys, into)
+    state = start(layer, args, ct_carry, into)
     return descent.segments(0, form.length, tuple(lengths), kept, state)
 
 
 class _Descent:
     """The way down a stack, level by level."""
 
-    def __init__(self, form: Form, layer: Layer, args: Sequence[Any], ct_ys: Sequence[Any]) -> None:
-        self.form, self.layer, self.args, self.ct_ys = form, layer, args, ct_ys
+    def __init__(
+        self, form: Form, layer: Layer, args: Sequence[Any], ct_ys: Sequence[Any], into: Into
+    ) -> None:
+        self.form, self.layer, self.args, self.ct_ys, self.into = form, layer, args, ct_ys, into
         self.consts, _, self.xs = form.body.split_in(args)
 
     def segments(
@@ -163,4 +166,4 @@ class _Descent:
         return begins
 
     def pull(self, state: Cotangents, step: Any, tape: Sequence[Any]) -> Cotangents:
-        return pull(self.form, self.layer, self.args, self.ct_ys, state, step, tape)
+        return pull(self.form, self.layer, self.args, self.ct_ys, state, step, tape, self.into)

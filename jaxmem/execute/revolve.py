@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import _jax
 from jaxmem.execute.forms import CARRY_NAME, Form
-from jaxmem.execute.state import Cotangents, buffer, load, pull, start, store
+from jaxmem.execute.state import NOWHERE, Cotangents, Into, buffer, load, pull, start, store
 from jaxmem.layer import Layer
 from jaxmem.solve import schedule
 
@@ -69,6 +69,7 @@ def backward(
     kept: Kept,
     ct_carry: Sequence[Any],
     ct_ys: Sequence[Any],
+    into: Into = NOWHERE,
 ) -> Cotangents:
     """Cotangents of the operands; one of the final carry may be None for zero."""
     consts, _, xs = form.body.split_in(args)
@@ -77,14 +78,14 @@ def backward(
     table = schedule(form.length, slots)
     held = np.asarray(table.held, np.int32)
     restart = np.asarray(table.restart, np.int32)
-    state = start(layer, args, ct_carry)
+    state = start(layer, args, ct_carry, into)
     todo = form.length
 
     # The last layer and all others are pulled alike: under a jit that is traced and lowered
     # once, and gone again before anything is optimised.
     @jax.jit
     def down_one(state: Any, step: Any, tape: Any) -> Any:
-        return pull(form, layer, args, ct_ys, state, step, tape)
+        return pull(form, layer, args, ct_ys, state, step, tape, into)
 
     if tape is not None:
         todo -= 1

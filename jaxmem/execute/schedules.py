@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmem.execute import periodic, revolve
 from jaxmem.execute.forms import Form
-from jaxmem.execute.state import Cotangents
+from jaxmem.execute.state import Cotangents, Into
 from jaxmem.layer import Layer
 from jaxmem.plan import Plan
 from jaxmem.solve import segment_lengths
@@ -18,12 +18,12 @@ class Schedule:
 
     Attributes:
       forward: operands -> (results, kept), kept any pytree of arrays.
-      backward: (operands, kept, cotangents of carry, of ys) -> `Cotangents`.
+      backward: (operands, kept, cotangents of carry, of ys, `Into`) -> `Cotangents`.
       lengths: the cut for the nested form, where plain jax has to do.
     """
 
     forward: Callable[[Sequence[Any]], tuple[list[Any], Any]]
-    backward: Callable[[Sequence[Any], Any, Sequence[Any], Sequence[Any]], Cotangents]
+    backward: Callable[[Sequence[Any], Any, Sequence[Any], Sequence[Any], Into], Cotangents]
     lengths: tuple[int, ...]
 
 

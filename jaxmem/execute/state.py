@@ -1,8 +1,10 @@
 """What the backward pass carries from layer to layer, and buffers of carries."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
 
 from jaxmem import _jax
@@ -15,10 +17,41 @@ class Cotangents(NamedTuple):
 
     consts: list[Any]  # summed over the layers done so far
     carry: list[Any]
-    xs: list[Any]  # stacked; rows of layers not done yet are zero
+    xs: list[Any]  # stacked; rows of layers not done yet are zero, or what they are added to
 
 
-def start(layer: Layer, args: Sequence[Any], ct_carry: Sequence[Any]) -> Cotangents:
+@dataclasses.dataclass(frozen=True)
+class Into:
+    """What gradients of stacked inputs are added to, instead of being returned.
+
+    Attributes:
+      held: by number among the differentiated xs: a tree of arrays, stacked as the input is.
+      factor: handed to `add`.
+      add: (slices of a tree, the gradient of those, factor) -> the slices after.
+    """
+
+    held: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    factor: Any = None
+    add: Callable[[Any, Any, Any], Any] = lambda rows, gradient, factor: gradient
+
+    def write(self, number: int, rows: Any, gradient: Any, index: Any) -> Any:
+        """One layer's gradient, in the place where it belongs."""
+        if number not in self.held:
+            return lax.dynamic_update_index_in_dim(rows, gradient, index, 0)
+        own = jax.tree.map(lambda r: lax.dynamic_index_in_dim(r, index, keepdims=False), rows)
+        return jax.tree.map(
+            lambda r, new: lax.dynamic_update_index_in_dim(r, new, index, 0),
+            rows,
+            self.add(own, gradient, self.factor),
+        )
+
+
+NOWHERE = Into()
+
+
+def start(
+    layer: Layer, args: Sequence[Any], ct_carry: Sequence[Any], into: Into = NOWHERE
+) -> Cotangents:
     """The state before the last layer; a cotangent of the carry may be None for zero."""
     consts, init, xs = layer.body.split_in(args)
     return Cotangents(
@@ -27,7 +60,10 @@ def start(layer: Layer, args: Sequence[Any], ct_carry: Sequence[Any]) -> Cotange
             _jax.zeros_like(c) if ct is None else ct
             for c, ct in zip(_only(init, layer.wrt_carry), ct_carry, strict=True)
         ],
-        [_jax.zeros_like(x) for x in _only(xs, layer.wrt_x)],
+        [
+            into.held[number] if number in into.held else _jax.zeros_like(x)
+            for number, x in enumerate(_only(xs, layer.wrt_x))
+        ],
     )
 
 
@@ -39,6 +75,7 @@ def pull(
     state: Cotangents,
     step: Any,
     tape: Sequence[Any],
+    into: Into = NOWHERE,
 ) -> Cotangents:
     """One layer down: its gradient goes straight into its row of the stacked gradients."""
     consts, _, xs = layer.body.split_in(args)
@@ -48,8 +85,8 @@ def pull(
         [total + g for total, g in zip(state.consts, g_consts, strict=True)],
         ct_carry,
         [
-            lax.dynamic_update_index_in_dim(rows, g, form.index(step), 0)
-            for rows, g in zip(state.xs, g_x, strict=True)
+            into.write(number, rows, g, form.index(step))
+            for number, (rows, g) in enumerate(zip(state.xs, g_x, strict=True))
         ],
     )
 

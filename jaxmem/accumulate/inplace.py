@@ -1,0 +1,287 @@
+"""Gradients of stacked parameters, added to their sum row by row.
+
+The backward pass of a scan over layers writes each layer's gradient into a stacked array,
+and only when that is full can it be added to the sum over microbatches: two buffers of the
+parameters' size.  Here the sum itself goes down the stack in that array's place, and each layer
+adds its gradient to its row.
+
+In an ordinary scan the sum travels as the cotangent of a carry: the forward pass hands
+it through, and a layer's backward pass (`_touched`) adds to one row of it.  A stack whose
+schedule is jaxmem's own writes single rows anyway, and is told to add.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.execute import Form, Into
+from jaxmem.layer import Body
+from jaxmem.rewrite import through
+from jaxmem.stack import Stack, Tangent
+from jaxmem.tracing import note_plan
+
+Add = Callable[[Any, Any, Any], Any]  # rows of what is held, their gradient, factor -> rows
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Parameters that a function reads once, layer by layer, in a scan.
+
+    Attributes:
+      closed: the function.
+      at: by id of an equation, for each of its operands that is such a parameter: the number
+        of the function's argument.
+      wanted: for these equations, which operands are differentiated.
+    """
+
+    closed: ClosedJaxpr
+    at: Mapping[int, Mapping[int, int]]
+
+    wanted: Mapping[int, Sequence[bool]]
+
+    @property
+    def arguments(self) -> frozenset[int]:
+        """Numbers of the function's arguments that are such parameters."""
+        return frozenset(number for places in self.at.values() for number in places.values())
+
+
+# ---------------------------------------------------------------- API
+
+
+def find(closed: ClosedJaxpr, candidates: Sequence[int], wanted: Sequence[int]) -> Stacked:
+    """Which of these arguments a function reads in one scan and nowhere else.
+
+    Args:
+      closed: the function.
+      candidates: numbers of arguments.
+      wanted: numbers of all arguments that are differentiated.
+    """
+    search = _Search(dict.fromkeys(candidates, 0))
+    invars = closed.jaxpr.invars
+    search.walk(
+        closed.jaxpr,
+        {invars[number]: number for number in candidates},
+        {invars[number] for number in wanted},
+    )
+    single = {
+        eqn: {place: number for place, number in places.items() if search.uses[number] == 1}
+        for eqn, places in search.at.items()
+    }
+    at = {eqn: places for eqn, places in single.items() if places}
+    return Stacked(closed, at, search.wanted)
+
+
+def evaluate(
+    stacked: Stacked, args: Sequence[Any], held: Mapping[int, Any], factor: Any, add: Add
+) -> tuple[list[Any], dict[int, Any], Any]:
+    """The function, with what is held for its stacked parameters handed through.
+
+    Args:
+      stacked: what `find` found.
+      args: the function's arguments.
+      held: by number of an argument, a tree of arrays stacked as it is.
+      factor: a scalar.
+      add: how a gradient is added.
+
+    Returns:
+      The results, and `held` and `factor` as they are.  Given what is held before as their
+      cotangents, and any factor, the cotangents of `held` are what is held afterwards.
+    """
+    held = dict(held)
+
+    def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        nonlocal factor
+        places = stacked.at.get(id(eqn))
+        if places is None:
+            return through(eqn, operands, stacked.at, special)
+        own = {place: held[number] for place, number in places.items()}
+        form, linear = _form(eqn), None
+        assert form is not None  # as `find` has seen
+        if _jax.is_stack(eqn):
+            stack: Stack = eqn.params["stack"]
+            linear = stack.linear(stacked.wanted[id(eqn)])
+            note_plan(stack.policy, linear.plan)
+        if linear is None or linear.plan.kind == "none":
+            outs, own, factor = _scan(form, operands, own, factor, add)
+        else:
+            outs, own, factor = _stack(linear, operands, own, factor, add)
+        held.update({number: own[place] for place, number in places.items()})
+        return outs
+
+    outs = _jax.evaluate(stacked.closed, args, special)
+    return outs, held, factor
+
+
+# ---------------------------------------------------------------- finding
+
+
+class _Search:
+    """Follows arguments through calls.
+
+    Attributes:
+      uses: how often each candidate is read.
+      at, wanted: see `Stacked`.
+    """
+
+    def __init__(self, uses: dict[int, int]) -> None:
+        self.uses = uses
+        self.at: dict[int, dict[int, int]] = {}
+        self.wanted: dict[int, list[bool]] = {}
+
+    def walk(self, jaxpr: Any, origin: Mapping[Any, int], reached: set[Any]) -> None:
+        """Look through the equations.
+
+        Args:
+          origin: the candidates among the variables.
+          reached: the variables that something differentiated reaches; added to.
+        """
+        for eqn in jaxpr.eqns:
+            atoms = [None if _jax.is_literal(atom) else atom for atom in eqn.invars]
+            known = {place: origin[atom] for place, atom in enumerate(atoms) if atom in origin}
+            wanted = [atom in reached for atom in atoms]
+            if any(wanted):
+                reached.update(var for var in eqn.outvars if _jax.has_tangent(var.aval))
+            if _jax.is_jit(eqn) and known:
+                inner = _jax.as_closed(eqn.params["jaxpr"]).jaxpr
+                self.walk(
+                    inner,
+                    {inner.invars[place]: number for place, number in known.items()},
+                    {var for var, flag in zip(inner.invars, wanted, strict=True) if flag},
+                )
+                continue
+            for number in known.values():
+                self.uses[number] += 1
+            if known and not eqn.effects and (form := _form(eqn)) is not None:
+                first = form.body.num_consts + form.body.num_carry
+                places = {place: number for place, number in known.items() if place >= first}
+                if places:
+                    self.at[id(eqn)], self.wanted[id(eqn)] = places, wanted
+        for atom in jaxpr.outvars:
+            if not _jax.is_literal(atom) and atom in origin:
+                self.uses[origin[atom]] += 1
+
+
+def _form(eqn: Any) -> Form | None:
+    """The scan that an equation is, bound to a policy or not."""
+    if _jax.is_stack(eqn):
+        return eqn.params["stack"].form
+    if not _jax.is_scan(eqn):
+        return None
+    scan = _jax.scan_parts(eqn)
+    return Form(
+        Body(scan.body, scan.num_consts, scan.num_carry), scan.length, scan.reverse, scan.unroll
+    )
+
+
+# ---------------------------------------------------------------- an ordinary scan
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _touched(add: Add, slices: Any, held: Any, factor: Any, index: Any) -> Any:
+    """Everything as it is; backwards, the gradient of the slices is added to a row."""
+    return slices, held, factor
+
+
+def _forward(add: Add, slices: Any, held: Any, factor: Any, index: Any) -> Any:
+    return (slices, held, factor), index
+
+
+def _backward(add: Add, index: Any, cts: Any) -> Any:
+    gradients, held, factor = cts
+    written = {}
+    for place, gradient in gradients.items():
+        rows = held[place]
+        own = jax.tree.map(lambda r: lax.dynamic_index_in_dim(r, index, keepdims=False), rows)
+        written[place] = jax.tree.map(
+            lambda r, new: lax.dynamic_update_index_in_dim(r, new, index, 0),
+            rows,
+            add(own, gradient, factor),
+        )
+    return None, written, factor, None
+
+
+_touched.defvjp(_forward, _backward)
+
+
+def _scan(
+    form: Form, operands: list[Any], held: dict[int, Any], factor: Any, add: Add
+) -> tuple[list[Any], dict[int, Any], Any]:
+    body = form.body
+    consts, init, xs = body.split_in(operands)
+    first = body.num_consts + body.num_carry
+
+    def layer(state: Any, own: Any) -> Any:
+        carry, held, factor = state
+        index, x = own
+        slices = {place: x[place - first] for place in held}
+        slices, held, factor = _touched(add, slices, held, factor, index)
+        for place, value in slices.items():
+            x[place - first] = value
+        carry, y = body(consts, carry, x)
+        return (carry, held, factor), y
+
+    (carry, held, factor), ys = lax.scan(
+        layer,
+        (init, held, factor),
+        (jnp.arange(form.length, dtype=jnp.int32), xs),
+        length=form.length,
+        reverse=form.reverse,
+        unroll=form.unroll,
+    )
+    return [*carry, *ys], held, factor
+
+
+# ---------------------------------------------------------------- a stack under a policy
+
+
+def _stack(
+    linear: Tangent, operands: list[Any], held: dict[int, Any], factor: Any, add: Add
+) -> tuple[list[Any], dict[int, Any], Any]:
+    """A stack with a schedule of its own, which adds where it would write."""
+    wrt = linear.wrt
+    wanted = [place for place, flag in enumerate(wrt.ins) if flag]
+    first = sum(place < linear.first_x for place in wanted)
+
+    @jax.custom_vjp
+    def run(args: Sequence[Any], held: Any, factor: Any) -> Any:
+        return linear.run(args), held, factor
+
+    def forward(args: Sequence[Any], held: Any, factor: Any) -> Any:
+        # With symbolic zeros each array comes in a box.
+        def opened(boxes: Any) -> Any:
+            return jax.tree.map(lambda b: b.value, boxes, is_leaf=lambda b: hasattr(b, "value"))
+
+        args, held, factor = opened(args), opened(held), opened(factor)
+        outs, kept = linear.forward(args)
+        return (outs, held, factor), [*args, *kept]
+
+    def backward(residuals: Any, cts: Any) -> Any:
+        outs, held, factor = cts
+        given = [
+            None if isinstance(ct, SymbolicZero) else ct
+            for ct, flag in zip(outs, wrt.outs, strict=True)
+            if flag
+        ]
+        numbers = {place: wanted.index(place) - first for place in held}
+        into = Into({numbers[place]: rows for place, rows in held.items()}, factor, add)
+        if any(ct is not None for ct in given):
+            pulled = iter(linear.pull(residuals, given, into))
+            found = [next(pulled) if flag else None for flag in wrt.ins]
+            held = {place: found[place] for place in held}
+        else:
+            found = [None] * len(wrt.ins)
+        args = [None if place in held else ct for place, ct in enumerate(found)]
+        return args, held, factor
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run(list(operands), held, factor)
