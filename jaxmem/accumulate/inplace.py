@@ -224,7 +224,8 @@ def _scan(
         carry, held, factor = state
         index, x = own
         slices = {place: x[place - first] for place in held}
-        slices, held, factor = _touched(add, slices, held, factor, index)
+        touched: Any = _touched(add, slices, held, factor, index)
+        slices, held, factor = touched
         for place, value in slices.items():
             x[place - first] = value
         carry, y = body(consts, carry, x)

@@ -1,0 +1,48 @@
+"""What the tests of accumulation share: gradients, and their weighted mean in float64."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "bias": jnp.array([0.3, -0.2, 0.1])}
+
+
+def gradients(n: int, seed: int = 0, params: Any = PARAMS) -> list[Any]:
+    rng = np.random.default_rng(seed)
+
+    def normal(leaf: jax.Array) -> jax.Array:
+        found = rng.standard_normal(leaf.shape)
+        if jnp.iscomplexobj(leaf):
+            found = found + 1j * rng.standard_normal(leaf.shape)
+        return jnp.asarray(found, leaf.dtype)
+
+    return [jax.tree.map(normal, params) for _ in range(n)]
+
+
+def weighted_mean(grads: Sequence[Any], weights: Sequence[float]) -> Any:
+    """In float64, by numpy."""
+    return jax.tree.map(
+        lambda *leaves: np.average(
+            [
+                np.asarray(leaf, np.complex128 if jnp.iscomplexobj(leaf) else np.float64)
+                for leaf in leaves
+            ],
+            axis=0,
+            weights=weights,
+        ),
+        *grads,
+    )
+
+
+def near(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    chex.assert_trees_all_close(
+        jax.tree.map(np.asarray, actual), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+def filled(tree: Any, value: float) -> Any:
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, value), tree)
