@@ -16,7 +16,7 @@ def test_the_readme_has_code() -> None:
     assert BLOCKS
 
 
-PRINTED = ("Plan of 64 layers", "needs ")
+PRINTED = ("Plan of 64 layers", "needs ", "optimizer steps: 3")
 
 
 @pytest.mark.parametrize(("code", "printed"), list(zip(BLOCKS, PRINTED, strict=True)), ids=PRINTED)

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.accumulate.gradient import Parts, accumulate, outputs
+from jaxmem.accumulate.gradient import accumulate, outputs
+from jaxmem.accumulate.parts import Parts
 from jaxmem.accumulate.trees import at_least_float32, described, floating, sum_dtype, weighed
 
 # ---------------------------------------------------------------- types
@@ -191,6 +192,12 @@ class _Moments:
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
         mu, nu = jax.tree.leaves(self.state.mu), jax.tree.leaves(self.state.nu)
+        if [m.shape for m in mu] != [leaf.shape for leaf in leaves]:
+            raise ValueError(
+                "the state is not of these parameters: its moments are "
+                f"{', '.join(map(described, mu))}, and the parameters "
+                f"{', '.join(map(described, leaves))}; pass what AdamA.init(parameters) returned"
+            )
         return [
             ((m * self.b1).astype(m.dtype), (v * self.b2).astype(v.dtype))
             for m, v, _ in zip(mu, nu, leaves, strict=True)

@@ -14,9 +14,10 @@ from jaxmem.accumulate import devices, modules
 from jaxmem.accumulate.call import Call, take_apart
 from jaxmem.accumulate.combine import Spec
 from jaxmem.accumulate.loop import Result, Sink, run
+from jaxmem.accumulate.mapped import axes_of, on_devices
+from jaxmem.accumulate.parts import Parts
 from jaxmem.accumulate.trees import at_least_float32, floating, sum_dtype, weighed
 from jaxmem.accumulate.weighted import check_finished, ratio
-from jaxmem.errors import check_positive
 
 # ---------------------------------------------------------------- types
 
@@ -37,59 +38,6 @@ class BatchAux(NamedTuple):
     def empty(self) -> jax.Array:
         """Whether nothing in the batch had any weight, so that loss and gradient are zeros."""
         return jnp.all(jnp.asarray(self.weight) == 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What is asked of a function: which arguments are what, and what becomes of its outputs."""
-
-    argnums: tuple[int, ...]
-    has_aux: bool
-    microbatches: int
-    batch_argnums: tuple[int, ...]
-    rng_argnums: tuple[int, ...]
-    carry_argnums: tuple[int, ...]
-    aux: Spec
-    batch_sharding: Any
-    return_weight: bool
-
-    @classmethod
-    def checked(
-        cls,
-        *,
-        argnums: Any,
-        has_aux: bool,
-        microbatches: Any,
-        aux: Any,
-        return_weight: bool,
-        **parts: Any,
-    ) -> "Parts":
-        """Raises `TypeError` or `ValueError` for options that cannot be."""
-        spec = Spec.of(aux)
-        found = cls(
-            argnums=_numbers("argnums", argnums),
-            has_aux=has_aux,
-            microbatches=check_positive("microbatches", microbatches),
-            aux=spec,
-            return_weight=return_weight,
-            **{
-                name: _numbers(name, value) if name.endswith("argnums") else value
-                for name, value in parts.items()
-            },
-        )
-        carries = spec.modes.count("carry")
-        if carries != len(found.carry_argnums) or (carries and not has_aux):
-            raise ValueError(
-                f'carry_argnums={found.carry_argnums} wants as many "carry" in aux=, and '
-                "has_aux=True: each microbatch returns, beside the loss, what the next one gets; "
-                f"got aux={aux!r} and has_aux={has_aux}"
-            )
-        if found.batch_sharding is not None and "last" in spec.modes:
-            raise ValueError(
-                'aux="last" has no meaning where every device has a last microbatch; pass "stack", '
-                "or leave batch_sharding= out"
-            )
-        return found
 
 
 # ---------------------------------------------------------------- API
@@ -215,7 +163,7 @@ def accumulate(
     fun: Callable[..., Any], parts: Parts, sink: Sink, args: Sequence[Any], kwargs: Any
 ) -> tuple[Result, Call]:
     """Run `fun` on its microbatches, wherever they lie."""
-    axes, mesh, count = _axes(parts.batch_sharding)
+    axes, mesh, count = axes_of(parts.batch_sharding)
     call = take_apart(
         fun,
         args,
@@ -228,7 +176,7 @@ def accumulate(
         devices=count,
     )
     go = functools.partial(run, sink=sink, spec=parts.aux, has_aux=parts.has_aux, axes=axes)
-    result = go(call) if count == 1 and mesh is None else _on_devices(go, call, mesh, axes)
+    result = go(call) if count == 1 and mesh is None else on_devices(go, call, mesh, axes)
     check_finished(result.weights)
     return result, call
 
@@ -304,88 +252,3 @@ class _Mean:
         else:
             whole = ratio(leaf, divisor)
         return whole.astype(dtype)
-
-
-def _numbers(what: str, numbers: Any) -> tuple[int, ...]:
-    given = (numbers,) if isinstance(numbers, int) else numbers
-    if not isinstance(given, Sequence) or not all(
-        isinstance(number, int) and not isinstance(number, bool) for number in given
-    ):
-        raise TypeError(
-            f"{what} must be positions of arguments, such as 1 or (1, 2), got {numbers!r}"
-        )
-    return tuple(given)
-
-
-def _axes(sharding: Any) -> tuple[tuple[str, ...], Any, int]:
-    """Mesh axes of the rows, the mesh to map over (None: mapped already), and its devices.
-
-    Raises:
-      TypeError: it is no sharding.
-      ValueError: it has no axes for the rows, or no mesh.
-    """
-    if sharding is None:
-        return (), None, 1
-    if not isinstance(sharding, NamedSharding | PartitionSpec):
-        raise TypeError(
-            "batch_sharding must be a jax.sharding.NamedSharding or PartitionSpec, got "
-            f"{sharding!r}"
-        )
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    first = spec[0] if len(spec) else None
-    if not isinstance(first, str | tuple) or not first:
-        raise ValueError(
-            f"batch_sharding={spec} does not say which mesh axes the rows lie on; its first entry "
-            'must be one or several, as in PartitionSpec("data")'
-        )
-    axes = (first,) if isinstance(first, str) else first
-    here = jax.sharding.get_abstract_mesh()
-    if set(axes) <= set(here.manual_axes):
-        return axes, None, 1
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else here
-    missing = [axis for axis in axes if axis not in mesh.shape]
-    if missing:
-        raise ValueError(
-            f"batch_sharding names the axis {missing[0]!r}, and the mesh has {tuple(mesh.shape)}; "
-            "pass a NamedSharding, or set the mesh with jax.set_mesh"
-        )
-    return axes, mesh, int(np.prod([mesh.shape[axis] for axis in axes]))
-
-
-def _on_devices(
-    go: Callable[[Call], Result], call: Call, mesh: Any, axes: tuple[str, ...]
-) -> Result:
-    """The loop on each device's own rows."""
-    paths = [path for path, leaf in call.leaves.items() if isinstance(leaf, jax.Array | np.ndarray)]
-    own = set(call.rows)
-    rows = PartitionSpec(axes)
-    found: list[Any] = []
-
-    def local(arrays: list[Any]) -> Any:
-        result = go(call.with_leaves(dict(zip(paths, arrays, strict=True)), call.split))
-        leaves, tree = jax.tree.flatten(result.aux)
-        whole, split = [], []
-        for leaf, lies in zip(leaves, result.aux_split, strict=True):
-            (split if lies else whole).append(leaf)
-        found[:] = [tree, result.aux_split]
-        return (result.value, result.weights, result.held, whole), (
-            split,
-            list(result.rows.values()),
-        )
-
-    # Types that tell what varies over devices would ask `fun` to be written for them.
-    (value, weights, held, whole), (split, row_gradients) = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=([rows if path in own else PartitionSpec() for path in paths],),
-        out_specs=(PartitionSpec(), rows),
-        axis_names=set(axes),
-        check_vma=False,
-    )([call.leaves[path] for path in paths])
-    tree, lies = found
-    whole_leaves, split_leaves = iter(whole), iter(split)
-    aux = tree.unflatten([next(split_leaves if one else whole_leaves) for one in lies])
-    diff = [path for path in call.diff if path in own]
-    return Result(
-        value, tuple(weights), aux, lies, held, dict(zip(diff, row_gradients, strict=True))
-    )

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jaxmem.accumulate import devices, inplace
 from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.combine import Spec
+from jaxmem.accumulate.micro import Micro
 from jaxmem.accumulate.split import microbatch
-from jaxmem.accumulate.trees import described, difference, leaf_names, weighed
+from jaxmem.accumulate.trees import weighed
 from jaxmem.accumulate.weighted import Weighted, ratio
 
 # ---------------------------------------------------------------- types
@@ -117,7 +118,8 @@ class _Loop:
         self.shared = tuple(path for path in call.diff if path not in own)
         self.split_diff = tuple(path for path in call.diff if path in own)
         # Traced once for every size, whatever it is asked for.
-        self.micro = jax.jit(self._micro, inline=True, static_argnames=("rows",))
+        micro = Micro(self.call, spec, has_aux)
+        self.micro = jax.jit(micro, inline=True, static_argnames=("rows",))
         dealt = {path: dict(self.split.dealt(leaves[path])) for path in call.rows}
         self.groups = [
             (group, {path: parts[group] for path, parts in dealt.items()})
@@ -163,58 +165,6 @@ class _Loop:
             for path in self.call.keys:
                 leaves[path] = devices.fold_in(self.call.leaves[path], index)
         return leaves
-
-    def _micro(self, leaves: dict[Path, Any], carry: list[Any], *, rows: int) -> tuple[Any, Any]:
-        """The loss as it was returned, and the auxiliary outputs."""
-        out = self.call(leaves, carry)
-        loss, aux = self._checked(out)
-        if self.has_aux:
-            aux = jax.tree_util.tree_map_with_path(_array, aux)
-            self.spec.check(aux, rows)
-            self._check_carry(self.spec.carried(aux), carry)
-        return loss, aux
-
-    def _checked(self, out: Any) -> tuple[Any, Any]:
-        name = getattr(self.call.fun, "__name__", "fun")
-        if self.has_aux:
-            if not (isinstance(out, tuple) and len(out) == 2):
-                raise TypeError(
-                    f"has_aux=True wants {name} to return a pair (loss, aux), got "
-                    f"{described(out) if not isinstance(out, tuple) else f'{len(out)} values'}"
-                )
-            loss, aux = out
-        else:
-            loss, aux = out, None
-        if isinstance(loss, Weighted):
-            loss = Weighted.of((_real(name, total), weight) for total, weight in loss.terms)
-            return loss, aux
-        if isinstance(loss, tuple):
-            raise TypeError(
-                f"{name} returned {len(loss)} values; pass has_aux=True if the first is the loss"
-            )
-        return _real(name, loss), aux
-
-    def _check_carry(self, after: list[Any], before: list[Any]) -> None:
-        if len(after) != len(before):
-            raise ValueError(
-                f'carry_argnums names {len(before)} arguments, and aux= has "carry" '
-                f"{len(after)} times; each carried argument wants its new value in the aux"
-            )
-        for number, new, old in zip(self.call.carried, after, before, strict=True):
-            what = (f"what fun returns for argument {number}", "the argument")
-            found = difference(new, old, what)
-            if found is None:
-                for name, one, other in zip(
-                    leaf_names(old), jax.tree.leaves(new), jax.tree.leaves(old), strict=True
-                ):
-                    if one.dtype != other.dtype:
-                        found = (
-                            f"{what[0]} has {name} as {one.dtype} and {what[1]} as {other.dtype}"
-                        )
-            if found:
-                raise ValueError(
-                    f"a carried argument must keep its form from microbatch to microbatch: {found}"
-                )
 
     def _shapes(self, carry: list[Any]) -> tuple[Any, Any]:
         """Shapes of what the function returns for a microbatch."""
@@ -429,31 +379,6 @@ class _Loop:
                 self.axes,
             )
         return Result(value, tuple(weights), aux, aux_split, held, rows)
-
-
-def _real(name: str, loss: Any) -> jax.Array:
-    """The loss, if it is a real scalar.
-
-    Raises:
-      TypeError: it is not.
-    """
-    known = hasattr(loss, "dtype") or isinstance(loss, float)
-    if not known or not jnp.issubdtype(jnp.result_type(loss), jnp.floating) or jnp.shape(loss):
-        raise TypeError(
-            f"{name} must return its mean loss as a real floating-point scalar, or a "
-            f"jaxmem.Weighted(total, weight), got {described(loss)}"
-        )
-    return jnp.asarray(loss)
-
-
-def _array(path: Any, leaf: Any) -> jax.Array:
-    if not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "dtype"):
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "aux"
-        raise TypeError(
-            f"an auxiliary output of several microbatches must be an array; {name} is "
-            f"{described(leaf)}"
-        )
-    return jnp.asarray(leaf)
 
 
 def _times(total: jax.Array, scale: Any) -> jax.Array:
