@@ -203,6 +203,9 @@ class _Moments:
             for m, v, _ in zip(mu, nu, leaves, strict=True)
         ]
 
+    def divided(self, total: jax.Array, divisor: Any, leaf: jax.Array) -> jax.Array:
+        return total
+
     def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> Any:
         return held
 

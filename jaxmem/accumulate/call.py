@@ -95,14 +95,14 @@ def take_apart(
       TypeError: an argument is not there, or of the wrong kind for its part.
       ValueError: the rows of the batch differ, or are fewer than the microbatches.
     """
-    args, kwargs = _positional(fun, args, kwargs)
+    args, kwargs = positional(fun, args, kwargs)
     parts = {
         "argnums": argnums,
         "batch_argnums": batch_argnums,
         "rng_argnums": rng_argnums,
         "carry_argnums": carry_argnums,
     }
-    argnums, batch, rng, carried = (_there(fun, args, *part) for part in parts.items())
+    argnums, batch, rng, carried = (there(fun, args, *part) for part in parts.items())
     _check_apart(dict(zip(parts, (argnums, batch, rng, carried), strict=True)))
     names, leaves, trees = {}, {}, []
     for position, (arg, root) in enumerate(zip(args, _roots(fun, args), strict=True)):
@@ -131,7 +131,7 @@ def take_apart(
 # ---------------------------------------------------------------- implementation
 
 
-def _positional(
+def positional(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Keyword arguments in their positions, as far as they have one."""
@@ -144,7 +144,7 @@ def _positional(
     return tuple(args), kwargs
 
 
-def _there(
+def there(
     fun: Callable[..., Any], args: Sequence[Any], what: str, numbers: Sequence[int]
 ) -> tuple[int, ...]:
     for number in numbers:

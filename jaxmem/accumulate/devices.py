@@ -6,6 +6,7 @@ for each layer of a scanned stack).  Inside `jax.shard_map` nothing is summed un
 it is said so, and it can be said after the last microbatch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,24 +71,32 @@ def averaged(tree: Any, axes: Sequence[str]) -> Any:
 
 def own_keys(tree: Any, axes: Sequence[str]) -> Any:
     """The tree with a random key of its own on every device but the first, which keeps it."""
+    if not axes:
+        return tree
+    index = jax.lax.axis_index(tuple(axes))
 
     def one(leaf: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             return leaf
-        index = jax.lax.axis_index(tuple(axes))
-        own = fold_in(leaf, index)
-        return jax.random.wrap_key_data(
-            jnp.where(index == 0, jax.random.key_data(leaf), jax.random.key_data(own)),
-            impl=jax.random.key_impl(leaf),
-        )
+        own = jax.random.key_data(fold_in(leaf, index))
+        data = jnp.where(index == 0, jax.random.key_data(leaf), own)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
-    return jax.tree.map(one, tree) if axes else tree
+    return jax.tree.map(one, tree)
 
 
-def fold_in(key: Any, index: Any) -> Any:
-    """`jax.random.fold_in` for an array of keys of any shape."""
-    return (
-        jnp.vectorize(lambda one: jax.random.fold_in(one, index))(key)
-        if key.ndim
-        else (jax.random.fold_in(key, index))
-    )
+def own_key(key: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """`own_keys` for what is known to be a key, or an array of keys, of the old kind too."""
+    if not axes or jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return own_keys(key, axes)
+    index = jax.lax.axis_index(tuple(axes))
+    return jnp.where(index == 0, key, fold_in(key, index))
+
+
+def fold_in(key: jax.Array, index: Any) -> jax.Array:
+    """`jax.random.fold_in` for a key or an array of keys, of either kind."""
+    is_new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    fold = functools.partial(jax.random.fold_in, data=index)
+    for _ in range(key.ndim if is_new else key.ndim - 1):
+        fold = jax.vmap(fold)
+    return fold(key)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.accumulate import devices, modules
-from jaxmem.accumulate.call import Call, take_apart
+from jaxmem.accumulate.call import Call, positional, take_apart, there
 from jaxmem.accumulate.combine import Spec
 from jaxmem.accumulate.loop import Result, Sink, run
 from jaxmem.accumulate.mapped import axes_of, on_devices
@@ -45,7 +45,7 @@ class BatchAux(NamedTuple):
 
 def value_and_grad(
     fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     *,
     microbatches: int = 8,
@@ -75,11 +75,11 @@ def value_and_grad(
       fun: returns a real scalar or a `Weighted`, and with `has_aux` a pair of that and
         arrays.  It may return None and strings nowhere.
       argnums: of what the gradient is wanted; of a batch argument too.  An NNX
-        module stands for its parameters, and what else `fun` changes in it is
-        carried from microbatch to microbatch, as in `flax.nnx.value_and_grad`.
+        module stands for its parameters (or what an `nnx.DiffState` says), and what else `fun`
+        changes in it is carried from microbatch to microbatch.
       has_aux: as in jax.
       microbatches: how many.  They need not divide the rows: 13 rows in 4 are 4 + 3 + 3 + 3.
-        Microbatch j of m gets the rows j, j + m, j + 2m, …
+        Rows are dealt like cards: where m divides them, microbatch j gets j, j + m, j + 2m, …
       batch_argnums: arguments whose leaves are split along their leading axis. Leaves without
         axes go to every microbatch.
       rng_argnums: arguments that are random keys; each microbatch gets one of its own.  With
@@ -209,8 +209,17 @@ def _of_modules(
     args: Sequence[Any],
     kwargs: Any,
 ) -> Any:
-    argnums = tuple(number % len(args) for number in parts.argnums if number < len(args))
-    call, own, positions = modules.pure(fun, args, argnums, filters, parts.has_aux)
+    args, kwargs = positional(fun, args, kwargs)
+    # Counted from the end, before more arguments stand there.
+    parts = dataclasses.replace(
+        parts,
+        **{
+            what: there(fun, args, what, getattr(parts, what))
+            for what in ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
+        },
+    )
+    filters = {number % len(args): wanted for number, wanted in filters.items()}
+    call, own, positions = modules.pure(fun, args, parts.argnums, filters, parts.has_aux)
     states = range(len(args), len(own))
     aux = parts.aux.tree.unflatten(parts.aux.modes)
     inner = dataclasses.replace(
@@ -243,12 +252,13 @@ class _Mean:
         return (held.astype(dtype) + new.astype(dtype)).astype(held.dtype)
 
     def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> list[jax.Array]:
-        return [self._divided(leaf, divisor) for leaf in devices.summed(held, axes)]
+        return [self.divided(leaf, divisor, leaf) for leaf in devices.summed(held, axes)]
 
-    def _divided(self, leaf: jax.Array, divisor: Any) -> jax.Array:
-        dtype = leaf.dtype if self.result_dtype is None else sum_dtype(leaf, self.result_dtype)
+    def divided(self, total: jax.Array, divisor: Any, leaf: jax.Array) -> jax.Array:
+        dtype = sum_dtype(leaf, self.dtype if self.result_dtype is None else self.result_dtype)
         if isinstance(divisor, int):
-            whole = leaf if divisor == 1 else leaf.astype(at_least_float32(leaf.dtype)) / divisor
+            wide = at_least_float32(total.dtype)
+            mean = total if divisor == 1 else total.astype(wide) / divisor
         else:
-            whole = ratio(leaf, divisor)
-        return whole.astype(dtype)
+            mean = ratio(total, divisor)
+        return mean.astype(dtype)

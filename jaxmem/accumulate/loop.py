@@ -48,6 +48,10 @@ class Sink(Protocol):
         """
         ...
 
+    def divided(self, total: jax.Array, divisor: Any, leaf: jax.Array) -> jax.Array:
+        """The gradient of a leaf that is split, after the loop."""
+        ...
+
     def end(self, held: list[Any], divisor: Any, axes: Sequence[str]) -> Any:
         """What is made of it: summed over `axes`, and divided (None: by 1)."""
         ...
@@ -103,8 +107,8 @@ class _Loop:
     ) -> None:
         self.sink, self.spec, self.has_aux, self.axes = sink, spec, has_aux, axes
         leaves = dict(call.leaves)
-        for path in (*call.keys,):
-            leaves[path] = devices.own_keys(leaves[path], axes)
+        for path in call.keys:
+            leaves[path] = devices.own_key(jnp.asarray(leaves[path]), axes)
         arrays = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
         self.varying = frozenset().union(*map(devices.varying, arrays))
         # Parameters that all devices share would get their gradients summed in each microbatch.
@@ -119,7 +123,7 @@ class _Loop:
         self.split_diff = tuple(path for path in call.diff if path in own)
         # Traced once for every size, whatever it is asked for.
         micro = Micro(self.call, spec, has_aux)
-        self.micro = jax.jit(micro, inline=True, static_argnames=("rows",))
+        self._micro = jax.jit(micro, inline=True, static_argnames=("rows",))
         dealt = {path: dict(self.split.dealt(leaves[path])) for path in call.rows}
         self.groups = [
             (group, {path: parts[group] for path, parts in dealt.items()})
@@ -166,6 +170,11 @@ class _Loop:
                 leaves[path] = devices.fold_in(self.call.leaves[path], index)
         return leaves
 
+    def micro(self, leaves: dict[Path, Any], carry: list[Any], rows: int) -> tuple[Any, Any]:
+        """See `Micro`."""
+        # What is constant comes out of an inlined jit as a number, too.
+        return jax.tree.map(jnp.asarray, self._micro(leaves, carry, rows=rows))
+
     def _shapes(self, carry: list[Any]) -> tuple[Any, Any]:
         """Shapes of what the function returns for a microbatch."""
         group, rows = self.groups[0]
@@ -200,10 +209,7 @@ class _Loop:
         return tuple(devices.summed(state[0], self.axes))
 
     def _scales(self, weights: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], Any]:
-        """The scale of each term in the number that is differentiated, and what is left to divide.
-
-        The scales are at most 1, so that gradients in a narrow dtype do not overflow.
-        """
+        """How each term counts in what is differentiated, and what the sum is divided by."""
         if weights is None:
             return (None,), None
         if self.mean:
@@ -211,10 +217,7 @@ class _Loop:
             return (None,), divisor * self._devices()
         if len(weights) == 1:
             return (None,), weights[0]
-        known = [jnp.where(weight == 0, jnp.inf, weight) for weight in weights]
-        smallest = functools.reduce(jnp.minimum, known)
-        smallest = jnp.where(jnp.isinf(smallest), 0, smallest)
-        return tuple(ratio(smallest, weight) for weight in weights), smallest
+        return tuple(ratio(jnp.float32(1), weight) for weight in weights), 1
 
     def _factors(self, divisor: Any) -> Callable[[int], Any]:
         """How often a microbatch of so many rows counts; None for once."""
@@ -280,7 +283,8 @@ class _Loop:
         def run(shared: list[Any], split: list[Any], own: Any, factor: Any) -> Any:
             full = [*shared, *split, *flat[len(shared) + len(split) :]]
             outs, own, factor = inplace.evaluate(stacked, full, own, factor, add)
-            value, found = out_tree.unflatten(outs)
+            # What is constant comes out of a jaxpr as a number.
+            value, found = out_tree.unflatten(map(jnp.asarray, outs))
             return (value, own, factor), found
 
         alone = [k for k in range(len(shared)) if k not in stacked.arguments]
@@ -296,12 +300,20 @@ class _Loop:
         (value, *_), pull, (loss, aux) = jax.vjp(
             of, [shared[k] for k in alone], split, own, one, has_aux=True
         )
+        seed = jnp.ones_like(value)
         if not self.mean:
-            # 0 × NaN is NaN: what has no weight is left out, whatever it is.
-            counts = functools.reduce(jnp.logical_or, [weight != 0 for _, weight in loss.terms])
-            factor = jnp.where(counts, one if factor is None else factor, 0)
+            # What has no weight is left out, whatever it is: 0 × NaN is NaN.
+            factor = one if factor is None else factor
+            if len(loss.terms) == 1:
+                # The gradient of the microbatch's mean, which is that many times as small as that
+                # of its sum: a narrow dtype may not hold the latter.
+                ((_, weight),) = loss.terms
+                seed, factor = ratio(jnp.float32(1), weight).astype(seed.dtype), factor * weight
+            else:
+                counts = functools.reduce(jnp.logical_or, [weight != 0 for _, weight in loss.terms])
+                factor = jnp.where(counts, factor, 0)
         given = one if factor is None else self._varying(factor)
-        new, split_out, own, _ = pull((jnp.ones_like(value), own, given))
+        new, split_out, own, _ = pull((self._varying(seed), own, given))
         held = list(held)
         for k, gradient in zip(alone, new, strict=True):
             held[k] = add(held[k], gradient, given)
@@ -367,7 +379,7 @@ class _Loop:
         rows = {}
         for number, path in enumerate(self.split_diff):
             whole = self.split.collected([out[number] for _, out in collected])
-            rows[path] = ratio(whole, divisor) if not self.sink.wants_share else whole
+            rows[path] = self.sink.divided(whole, divisor, self.call.leaves[path])
         aux_split: list[bool] = []
         if self.has_aux:
             aux, aux_split = self.spec.result(

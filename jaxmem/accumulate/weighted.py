@@ -28,7 +28,9 @@ class Weighted:
     Over microbatches i the loss is then the sum over the terms t of
     (Σᵢ totalₜᵢ) / (Σᵢ weightₜᵢ), and its gradient takes the weights as constants.  A term
     that every microbatch has alike, such as a penalty on the parameters, has
-    the weight 1.  A total of weight 0 counts as 0, whatever it is, even NaN.
+    the weight 1.  A total of weight 0 counts as 0, whatever it is, even NaN.  (Where only one of
+    several terms has no weight and is NaN, its gradient is NaN, as it is in jax: mask what
+    the NaN is computed from.)
 
     Args:
       total: a real scalar, the sum over what the weight counts.
