@@ -1,6 +1,7 @@
 """The training script, run as a person runs it, in its smallest form."""
 
 import csv
+import dataclasses
 import functools
 import json
 import os
@@ -14,14 +15,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+import optax
 import pytest
+from accumulation_curves import curve
 from matplotlib import image
 
 import jaxmem
 from jaxmem import policies
 from lm import data, linen_model, model
 from lm.config import Config, UserError
-from lm.program import initial
+from lm.program import State, build, initial, optimizer
 
 SCRIPT = Path(__file__).parent.parent / "experiments" / "train_lm.py"
 SMALL = (
@@ -77,7 +80,8 @@ def stop(cache: Path, rows: int, number: int, *options: str) -> int:
 
 def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
     workdir, cache = tmp_path / "run", tmp_path / "cache"
-    said = run(cache, "--steps=6", "--compare-steps=3", "--accum=2", f"--workdir={workdir}")
+    options = ("--steps=6", "--compare-steps=3", "--accum=2", "--ragged")
+    said = run(cache, *options, f"--workdir={workdir}")
     assert "unigram entropy 3.2" in said
 
     with (workdir / "table.csv").open() as file:
@@ -104,7 +108,7 @@ def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
     assert not [path for path in workdir.iterdir() if path.name.startswith(".")]
 
     dry = tmp_path / "dry"
-    said = run(cache, "--steps=6", "--accum=2", "--dry-run", f"--workdir={dry}")
+    said = run(cache, "--steps=6", "--accum=2", "--ragged", "--dry-run", f"--workdir={dry}")
     assert "parameters" in said
     assert "Plan of 2 layers: carries kept, 2 extra forward evaluations" in said
     assert "| revolve " in said
@@ -112,25 +116,32 @@ def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
     assert not dry.exists()
 
     before = (workdir / "table.csv").read_bytes()
-    said = run(cache, "--steps=6", "--compare-steps=3", "--accum=2", f"--workdir={workdir}")
+    said = run(cache, *options, f"--workdir={workdir}")
     assert "is from an earlier run" in said
     assert (workdir / "table.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("framework", "more"),
+    [
+        pytest.param("linen", (), id="linen"),
+        pytest.param("nnx", (), id="nnx"),
+        pytest.param("linen", ("--ragged", "--accum=2", "--accum-form=across"), id="across"),
+    ],
+)
 def test_killed_and_interrupted_it_gives_the_numbers_of_an_unbroken_run(
-    tmp_path: Path, framework: str
+    tmp_path: Path, framework: str, more: tuple[str, ...]
 ) -> None:
     cache = tmp_path / "cache"
     options = (
-        f"--framework={framework}", "--steps=100", "--checkpoint-every=7", "--no-compare",
+        f"--framework={framework}", *more, "--steps=100", "--checkpoint-every=7", "--no-compare",
     )  # fmt: skip
     run(cache, *options, f"--workdir={tmp_path / 'unbroken'}")
 
     broken = (*options, f"--workdir={tmp_path / 'broken'}")
     assert stop(cache, 10, signal.SIGKILL, *broken) == -signal.SIGKILL
     assert 10 <= len(metrics(tmp_path / "broken")) < 90
-    if framework == "linen":
+    if framework == "linen" and not more:
         assert stop(cache, 30, signal.SIGINT, *broken) == 128 + signal.SIGINT
         assert 30 <= len(metrics(tmp_path / "broken")) < 100
     assert "taking up the run after step" in run(cache, *broken)
@@ -183,7 +194,11 @@ def test_a_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path) 
         ({"steps": -3}, "--steps must be at least 1, got -3"),
         ({"layers": 0}, "--layers must be at least 1, got 0"),
         ({"width": 60, "heads": 4}, "--width must be a multiple of twice --heads (8"),
-        ({"batch": 8, "accum": 3}, "--accum must divide --batch (8) into equal"),
+        ({"batch": 8, "accum": 9}, "--accum must be at most --batch (8), so that every"),
+        (
+            {"batch": 8, "accum": 3, "accum_form": "across"},
+            "--accum must divide --batch (8) with --accum-form across, which",
+        ),
         ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1.0"),
         ({"learning_rate": float("nan")}, "--learning-rate must be positive, got nan"),
         ({"seed": -1}, "--seed must be at least 0"),
@@ -214,6 +229,91 @@ def test_a_batch_is_a_function_of_step_and_seed_and_stays_off_the_held_out_text(
     assert len(paragraphs) > 20
     assert not paragraphs & {part.strip() for part in train.split(b"\n\n")}
     assert data.unigram_entropy(data.split()[1]) > 3.1
+
+
+def test_pieces_of_paragraphs_are_padded_and_cover_the_text_once() -> None:
+    assert bytes([data.PADDING]) not in data.text()
+    one = data.ragged_batch(3, seed=1, size=64, sequence=16)
+    assert one.shape == (64, 17)
+    np.testing.assert_array_equal(one, data.ragged_batch(3, seed=1, size=64, sequence=16))
+    assert (one != data.ragged_batch(4, seed=1, size=64, sequence=16)).any()
+    train = data.split()[0].tobytes()
+    lengths = set()
+    for row in one.astype(np.uint8):
+        piece = row.tobytes().rstrip(bytes([data.PADDING]))
+        assert data.PADDING not in piece
+        assert piece in train
+        lengths.add(len(piece))
+    assert min(lengths) >= 2  # there is something to guess in every one
+    assert len(lengths) > 3
+
+    for sequence in (1, 16, 500):
+        pieces = data._pieces(sequence)
+        guesses = (pieces[:, 1:] != data.PADDING).sum()
+        paragraphs = [part for part in train.split(b"\n\n") if part]
+        assert guesses == sum(len(part) - 1 for part in paragraphs)
+
+
+# ---------------------------------------------------------------- accumulation
+
+RAGGED = Config(
+    layers=2, width=16, heads=2, sequence=48, batch=8, ragged=True, dropout=0.0, steps=50
+)
+
+
+@functools.cache
+def losses(accum: int = 1, form: Any = "inside", steps: int = RAGGED.steps) -> np.ndarray:
+    config = dataclasses.replace(RAGGED, accum=accum, accum_form=form, steps=steps)
+    return np.array(curve(config.learning_rate, "", config).losses)
+
+
+@pytest.mark.parametrize("form", ["inside", "across"])
+@pytest.mark.parametrize("accum", [2, 4, 8])
+def test_the_loss_curve_is_the_same_whatever_the_microbatches(accum: int, form: str) -> None:
+    whole = losses()
+    assert whole[-1] < whole[0] - 1.5
+    np.testing.assert_allclose(losses(accum, form), whole, rtol=1e-5)
+
+
+def test_microbatches_inside_a_step_need_not_be_alike() -> None:
+    np.testing.assert_allclose(losses(3, steps=6), losses(steps=6), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["inside", "across"])
+def test_the_recorded_loss_is_that_of_the_whole_batch(form: Any) -> None:
+    params = initial(RAGGED).params
+    tokens = data.ragged_batch(1, seed=0, size=8, sequence=RAGGED.sequence)
+    rows = [
+        model.ragged_loss(RAGGED, policies.none(), params, row[None], None).terms[0]
+        for row in tokens
+    ]
+    totals, weights = np.array(rows, np.float64).T
+    assert len(set(weights)) > 1
+    assert losses(4, form)[0] == pytest.approx(totals.sum() / weights.sum(), rel=1e-6)
+    means = (totals / weights).mean()
+    assert abs(means - losses(4, form)[0]) > 1e-5  # a mean of means would be another number
+
+
+def test_without_accumulation_the_step_is_the_plain_one_bit_for_bit() -> None:
+    config = Config(layers=2, width=16, heads=2, sequence=16, batch=4, steps=4)
+    loss = functools.partial(model.loss, config, config.remat)
+
+    @jax.jit
+    def plain(state: State, tokens: jax.Array, key: jax.Array) -> tuple[State, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(state.params, tokens, key)
+        change, inner = optimizer(config).update(gradient, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, change), inner), value
+
+    program, state, other = build(config, config.remat), initial(config), initial(config)
+    root = jax.random.fold_in(jax.random.key(config.seed), 1)
+    for step in range(1, 5):
+        state, found = program.run(state, step)
+        tokens = data.batch(step, seed=0, size=4, sequence=16)
+        key = jax.random.fold_in(jax.random.fold_in(root, step), 0)
+        other, wanted = plain(other, tokens, key)
+        assert found == float(wanted)
+    for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_unigram_entropy_is_that_of_the_text() -> None:

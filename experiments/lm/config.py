@@ -50,8 +50,12 @@ class Config:
     """Probability of dropping a value at the end of each branch."""
     batch: int = 8
     """Sequences in one step of the optimizer."""
+    ragged: bool = False
+    """Train on paragraphs, in pieces of unequal length, and not on windows of the text."""
     accum: int = 1
-    """Microbatches that a batch is cut into (optax.MultiSteps)."""
+    """Microbatches that a batch is cut into."""
+    accum_form: Literal["inside", "across"] = "inside"
+    """Microbatches inside one step (value_and_grad), or one in each of several (MultiSteps)."""
     steps: int = 200
     """Steps of the optimizer."""
     learning_rate: float = 5e-3
@@ -90,10 +94,15 @@ class Config:
                 f"--width must be a multiple of twice --heads ({2 * self.heads}: rotary positions "
                 f"turn pairs of values in each head), got {self.width}"
             )
-        if self.batch % self.accum:
+        if self.accum > self.batch:
             raise UserError(
-                f"--accum must divide --batch ({self.batch}) into equal microbatches, got "
-                f"{self.accum}"
+                f"--accum must be at most --batch ({self.batch}), so that every microbatch has a "
+                f"sequence, got {self.accum}"
+            )
+        if self.batch % self.calls:
+            raise UserError(
+                f"--accum must divide --batch ({self.batch}) with --accum-form across, which "
+                f"compiles one size of microbatch, got {self.accum}; --accum-form inside takes any"
             )
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
@@ -110,6 +119,11 @@ class Config:
                 f"--sequence must be at most {data.LONGEST}, for the held-out text to have some, "
                 f"got {self.sequence}"
             )
+
+    @property
+    def calls(self) -> int:
+        """How often the compiled step is called for one step of the optimizer."""
+        return self.accum if self.accum_form == "across" else 1
 
     @property
     def remat(self) -> policies.Policy:

@@ -14,6 +14,7 @@ from pydoc_data import topics
 import numpy as np
 
 VOCABULARY = 256
+PADDING = 0  # a byte that the text has nowhere
 LONGEST = 4096  # tokens of a sequence; the held-out text is longer than that
 _HELD_OUT = 20  # one topic in so many, from the middle of the first so many
 
@@ -54,6 +55,17 @@ def batch(step: int, *, seed: int, size: int, sequence: int) -> np.ndarray:
     return _windows(train, starts, sequence)
 
 
+def ragged_batch(step: int, *, seed: int, size: int, sequence: int) -> np.ndarray:
+    """The same of pieces of paragraphs, padded with `PADDING`, int32[size, sequence + 1].
+
+    A paragraph is cut into as few pieces as can be; the last byte of one is the first of the
+    next, so that every byte but the first of a paragraph is to be guessed once.
+    """
+    pieces = _pieces(sequence)
+    chosen = np.random.default_rng([seed, step]).integers(0, len(pieces), size)
+    return pieces[chosen].astype(np.int32)
+
+
 def held_out(*, size: int, sequence: int) -> np.ndarray:
     """The same windows of the held-out text every time, int32[size, sequence + 1]."""
     _, rest = split()
@@ -66,6 +78,19 @@ def held_out(*, size: int, sequence: int) -> np.ndarray:
 
 def _paragraphs(part: str) -> list[str]:
     return [paragraph.strip() for paragraph in part.split("\n\n")]
+
+
+@functools.cache
+def _pieces(sequence: int) -> np.ndarray:
+    """All pieces of the text to train on, uint8[pieces, sequence + 1]."""
+    train, _ = split()
+    found = [
+        paragraph[start : start + sequence + 1]
+        for paragraph in train.tobytes().split(b"\n\n")
+        for start in range(0, len(paragraph) - 1, sequence)
+    ]
+    padded = b"".join(piece.ljust(sequence + 1, bytes([PADDING])) for piece in found)
+    return np.frombuffer(padded, np.uint8).reshape(len(found), sequence + 1)
 
 
 def _tokens(part: str) -> np.ndarray:

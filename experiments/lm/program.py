@@ -47,7 +47,8 @@ class Program:
     Attributes:
       config: what the model and the optimizer are made from.
       plans: the plan of each layer stack that the policy found.
-      step: compiled; takes a state (which it uses up), one microbatch and a key.
+      step: compiled; takes a state (which it uses up), the sequences of one call and a key,
+        and returns a state, the mean loss and the weight that this mean has.
     """
 
     config: Config
@@ -75,12 +76,14 @@ class Program:
     def run(self, state: State, step: int) -> tuple[State, float]:
         """One step of the optimizer, over all its microbatches: the state and the mean loss."""
         c = self.config
-        tokens = data.batch(step, seed=c.seed, size=c.batch, sequence=c.sequence)
-        losses = []
-        for part, rows in enumerate(np.split(tokens, c.accum)):
-            state, loss = self.step(state, rows, _dropout_key(c, step, part))
-            losses.append(loss)
-        return state, float(np.mean(jax.device_get(losses)))
+        draw = data.ragged_batch if c.ragged else data.batch
+        tokens = draw(step, seed=c.seed, size=c.batch, sequence=c.sequence)
+        found = []
+        for part, rows in enumerate(np.split(tokens, c.calls)):
+            state, *loss_and_weight = self.step(state, rows, _dropout_key(c, step, part))
+            found.append(loss_and_weight)
+        losses, weights = np.array(jax.device_get(found), np.float64).T
+        return state, float(np.average(losses, weights=weights))
 
 
 # ---------------------------------------------------------------- API
@@ -93,8 +96,8 @@ def initial(config: Config) -> State:
     return State(params, optimizer(config).init(params))
 
 
-def optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, over as many microbatches as the options say."""
+def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
+    """AdamW with clipped gradients, of as many calls as the options say; takes `weight=`."""
     warm_up = max(1, config.steps // 10)
     rate = optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / warm_up,
@@ -106,23 +109,26 @@ def optimizer(config: Config) -> optax.GradientTransformation:
     inner = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01)
     )
-    if config.accum == 1:
-        return inner
-    return optax.MultiSteps(inner, config.accum).gradient_transformation()
+    if config.calls == 1:
+        return optax.with_extra_args_support(inner)
+    return jaxmem.MultiSteps(inner, config.calls).gradient_transformation()
 
 
 def build(config: Config, policy: Policy) -> Program:
     """Plan, trace and compile the train step under `policy`."""
-    loss = functools.partial(model.loss, config, policy)
+    loss = functools.partial(model.ragged_loss if config.ragged else model.loss, config, policy)
     update = optimizer(config).update
+    value_and_grad = jaxmem.value_and_grad(
+        loss, microbatches=config.accum // config.calls, rng_argnums=2, return_weight=True
+    )
 
-    def step(state: State, tokens: jax.Array, key: jax.Array) -> tuple[State, jax.Array]:
-        value, gradient = jax.value_and_grad(loss)(state.params, tokens, key)
-        change, inner = update(gradient, state.optimizer, state.params)
-        return State(optax.apply_updates(state.params, change), inner), value
+    def step(state: State, tokens: jax.Array, key: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+        (value, aux), gradient = value_and_grad(state.params, tokens, key)
+        change, inner = update(gradient, state.optimizer, state.params, weight=aux.weight)
+        return State(optax.apply_updates(state.params, change), inner), value, aux.weight
 
     state = jax.eval_shape(lambda: initial(config))
-    rows = config.batch // config.accum
+    rows = config.batch // config.calls
     tokens = jax.ShapeDtypeStruct((rows, config.sequence + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return Program(
