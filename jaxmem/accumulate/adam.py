@@ -60,8 +60,8 @@ class AdamA:
     microbatch it is Adam.  Twice as many microbatches are thus like a learning rate up to
     √2 times as high, for what the data agree on.
 
-    The gradient as a whole never exists: it cannot be clipped, and there is none to look at before it
-    is in the moments, so that a NaN stays in them.
+    The gradient as a whole never exists: it cannot be clipped, and there is none to look at
+    before it is in the moments, so that a NaN stays in them.
 
     Args:
       learning_rate: a number, or a schedule of optax.
