@@ -1401,3 +1401,17 @@ def test_the_functions_own_errors_come_through() -> None:
         jaxmem.value_and_grad(mean_loss, batch_argnums=0)(X)
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         jaxmem.value_and_grad(mean_loss, microbatches=4)(W, BATCH, mask=1)
+
+
+def test_a_jitted_stack_that_is_called_twice() -> None:
+    """Both calls are the same equations; each has parameters of its own."""
+    stack = jax.jit(lambda w, x: jax.lax.scan(lambda c, w: (jnp.tanh(c @ w) + c, None), x, w)[0])
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = [0.4 * jax.random.normal(key, (3, 4, 4)) for key in keys[:2]]
+    x = jax.random.normal(keys[2], (8, 4))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return (stack(params[1], stack(params[0], x)) ** 2).mean()
+
+    found = jax.jit(jaxmem.value_and_grad(loss, microbatches=2))(params, x)
+    chex.assert_trees_all_close(found, jax.value_and_grad(loss)(params, x), rtol=1e-4, atol=1e-5)

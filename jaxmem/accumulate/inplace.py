@@ -10,6 +10,7 @@ it through, and a layer's backward pass (`_touched`) adds to one row of it.  A s
 schedule is jaxmem's own writes single rows anyway, and is told to add.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.execute import Form, Into
+from jaxmem.find import subjaxprs
 from jaxmem.layer import Body
 from jaxmem.rewrite import through
 from jaxmem.stack import Stack, Tangent
@@ -77,7 +79,10 @@ def find(closed: ClosedJaxpr, candidates: Sequence[int], wanted: Sequence[int]) 
         eqn: {place: number for place, number in places.items() if search.uses[number] == 1}
         for eqn, places in search.at.items()
     }
-    at = {eqn: places for eqn, places in single.items() if places}
+    # A jitted function that is called twice is one jaxpr: its equations stand for both calls.
+    met: collections.Counter[int] = collections.Counter()
+    _count(closed, met)
+    at = {eqn: places for eqn, places in single.items() if places and met[eqn] == 1}
     return Stacked(closed, at, search.wanted)
 
 
@@ -125,6 +130,14 @@ def evaluate(
 # ---------------------------------------------------------------- finding
 
 
+def _count(closed: ClosedJaxpr, met: collections.Counter[int]) -> None:
+    """How often each equation is met, on every way that `evaluate` may take."""
+    for eqn in closed.jaxpr.eqns:
+        met[id(eqn)] += 1
+        for sub in subjaxprs(eqn):
+            _count(sub, met)
+
+
 class _Search:
     """Follows arguments through calls.
 
@@ -161,7 +174,7 @@ class _Search:
                 continue
             for number in known.values():
                 self.uses[number] += 1
-            if known and not eqn.effects and (form := _form(eqn)) is not None:
+            if known and not eqn.effects and (form := _form(eqn)) is not None and form.length:
                 first = form.body.num_consts + form.body.num_carry
                 places = {place: number for place, number in known.items() if place >= first}
                 if places:
