@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 # ---------------------------------------------------------------- API
@@ -24,6 +25,15 @@ def present(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if isinstance(value, nnx.Module):
             raise TypeError(
                 f"{name}= is an NNX module, {type(value).__name__}; pass modules by position"
+            )
+    kinds = (nnx.Module, nnx.Rngs)
+    for position, arg in enumerate(args):
+        inside = jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, kinds))
+        found = [node for node in inside if isinstance(node, kinds)]
+        if found and not isinstance(arg, nnx.Module):
+            raise TypeError(
+                f"argument {position} has an NNX {type(found[0]).__name__} in it, whose changes "
+                "would be lost; pass a module that holds it, as an argument of its own"
             )
     return any(isinstance(arg, nnx.Module) for arg in args)
 
