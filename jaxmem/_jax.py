@@ -12,7 +12,7 @@ Three things are needed that jax's public API does not give:
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -151,6 +151,11 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
+def is_var(atom: Any) -> bool:
+    """Whether an operand is a variable, not a constant written into the jaxpr."""
+    return not isinstance(atom, core.Literal)
+
+
 def trace(fn: Callable[..., Any], avals: Sequence[Aval]) -> ClosedJaxpr:
     """The jaxpr of a function of flat arguments, for avals exactly as given."""
     return jax.make_jaxpr(fn)(*avals)
@@ -161,6 +166,8 @@ def evaluate(
     args: Sequence[Any],
     special: Callable[[Eqn, list[Any]], list[Any] | None] | None = None,
     only: frozenset[int] | None = None,
+    given: Mapping[Any, Any] | None = None,
+    outs: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Evaluate a jaxpr; outputs that depend on equations left out come back as None.
 
@@ -170,15 +177,20 @@ def evaluate(
       special: called with each equation and its operands; returns the results,
         or None for the equation to be evaluated as it stands.
       only: indices of the equations to evaluate; None for all.
+      given: variables whose values are known already.
+      outs: the atoms to return; None for the jaxpr's own results.
     """
     jaxpr = closed.jaxpr
+    wanted = jaxpr.outvars if outs is None else outs
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
+    known = given or {}
+    env.update(known)
 
     def read(atom: Any) -> Any:
         return atom.val if is_literal(atom) else env.get(atom)
 
-    last_use = _last_use(jaxpr, only)
+    last_use = _last_use(jaxpr, only, wanted)
     for index, eqn in enumerate(jaxpr.eqns):
         if only is not None and index not in only:
             continue
@@ -188,19 +200,23 @@ def evaluate(
             source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
             eqn.ctx.manager,
         ):
-            outs = special(eqn, operands) if special else None
-            if outs is None:
-                outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-                outs = outs if eqn.primitive.multiple_results else [outs]
-        env.update(zip(eqn.outvars, outs, strict=True))
+            found = special(eqn, operands) if special else None
+            if found is None:
+                found = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+                found = found if eqn.primitive.multiple_results else [found]
+        env.update(zip(eqn.outvars, found, strict=True))
+        if known:  # one of several results may be known
+            env.update((var, known[var]) for var in eqn.outvars if var in known)
         for atom in last_use.get(index, ()):
             env.pop(atom, None)
-    return [read(atom) for atom in jaxpr.outvars]
+    return [read(atom) for atom in wanted]
 
 
-def _last_use(jaxpr: Any, only: frozenset[int] | None) -> dict[int, list[Any]]:
+def _last_use(
+    jaxpr: Any, only: frozenset[int] | None, wanted: Sequence[Any]
+) -> dict[int, list[Any]]:
     """Values that no later equation reads, by equation; dropped, so that arrays are freed."""
-    seen = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    seen = {atom for atom in wanted if not is_literal(atom)}
     last: dict[int, list[Any]] = {}
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         if only is not None and index not in only:
@@ -212,16 +228,18 @@ def _last_use(jaxpr: Any, only: frozenset[int] | None) -> dict[int, list[Any]]:
     return last
 
 
-def needed(closed: ClosedJaxpr, outs: Iterable[Any], keep_effects: bool) -> frozenset[int]:
-    """Indices of the equations that these output atoms depend on."""
+def needed(
+    closed: ClosedJaxpr, outs: Iterable[Any], keep_effects: bool, given: Collection[Any] = ()
+) -> frozenset[int]:
+    """Indices of the equations that these atoms depend on, where those `given` are known."""
     jaxpr = closed.jaxpr
-    wanted = {atom for atom in outs if not is_literal(atom)}
+    wanted = {atom for atom in outs if not is_literal(atom) and atom not in given}
     found = set()
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn = jaxpr.eqns[index]
         if any(var in wanted for var in eqn.outvars) or (keep_effects and eqn.effects):
             found.add(index)
-            wanted.update(atom for atom in eqn.invars if not is_literal(atom))
+            wanted.update(a for a in eqn.invars if not is_literal(a) and a not in given)
     return frozenset(found)
 
 
@@ -242,6 +260,11 @@ def can_be_recomputed(closed: ClosedJaxpr) -> bool:
 def zeros_like(x: Any) -> Any:
     """Zeros of the cotangent type of an array, with its sharding and varying axes."""
     return ad_util.zeros_like_aval(core.typeof(x).to_ct_aval())
+
+
+def zeros_of_type(aval: Aval) -> Any:
+    """Zeros of a type, with its sharding and varying axes."""
+    return ad_util.zeros_like_aval(aval)
 
 
 def stacked(aval: Aval, length: int) -> Aval:

@@ -39,7 +39,7 @@ def advise(report: MemoryReport, program: Program, again: Again | None) -> Memor
     if _others(report) > (report.capacity_bytes or 0):
         return dataclasses.replace(report, advice=_ALONE)
     if not program.record.regions:
-        return dataclasses.replace(report, advice=_where_to_decorate(program))
+        return dataclasses.replace(report, advice=where_to_decorate(program))
     if again is None:
         return dataclasses.replace(report, advice="")
     used = {str(policy) for policy, _ in program.record.plans}
@@ -95,15 +95,16 @@ def _nothing_fits(report: MemoryReport, best: MemoryReport | None) -> str:
     )
 
 
-def _where_to_decorate(program: Program) -> str:
+def where_to_decorate(program: Program, decorator: str = "remat_sqrt") -> str:
+    """Where in the user's code a decorator belongs."""
     stacks = [info for info, _ in find.find(program.jaxpr).stacks]
     if not stacks:
         return (
             "no layer stack was found; scan over the layers (jax.lax.scan, nn.scan, nnx.scan, "
-            "jaxmem.scan) and decorate what scans with @jaxmem.remat_sqrt"
+            f"jaxmem.scan) and decorate what scans with @jaxmem.{decorator}"
         )
     longest = max(stacks, key=lambda info: info.length)
     return (
         f"decorate what scans over the {longest.length} layers ({longest.source}) with "
-        "@jaxmem.remat_sqrt"
+        f"@jaxmem.{decorator}"
     )

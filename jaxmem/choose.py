@@ -4,14 +4,14 @@ import functools
 
 from jaxmem import policies
 from jaxmem.plan import Plan
-from jaxmem.policies import LayerPolicy, NoRemat, Offload, Policy, Revolve, Sqrt
+from jaxmem.policies import ByLayer, LayerPolicy, NoRemat, Offload, Policy, Revolve, Sqrt
 from jaxmem.problem import Problem
 from jaxmem.solve import periodic_bytes, segment_lengths
 
 
 def needs_sizes(policy: Policy | Plan) -> bool:
-    """Whether `choose` looks at the bytes of the stack, not only at its length."""
-    return isinstance(policy, Sqrt) and policy.segments is None
+    """Whether a plan depends on the stack's bytes, not only on its length."""
+    return isinstance(policy, ByLayer) or (isinstance(policy, Sqrt) and policy.segments is None)
 
 
 @functools.singledispatch

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxmem.files import write_whole
 from jaxmem.report import MemoryReport
 from jaxmem.show import table
 from jaxmem.show.blocks import plain
-from jaxmem.show.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,6 +23,20 @@ class NoEffectWarning(JaxmemWarning):
     """A policy was given where it cannot do anything, or where jax will not do what it says."""
 
 
+class BudgetError(ValueError):
+    """No plan brings a step within its budget; the message says what is in the way and what helps.
+
+    Attributes:
+      budget: bytes.
+      least_bytes: the fewest that the step was compiled to.
+      report: the `MemoryReport` of that program.
+    """
+
+    def __init__(self, message: str, budget: int, least_bytes: int, report: Any) -> None:
+        super().__init__(message)
+        self.budget, self.least_bytes, self.report = budget, least_bytes, report
+
+
 def warn(message: str, category: type[JaxmemWarning]) -> None:
     """Warn at the line of the user's code that led here, past jaxmem's, jax's and flax's own."""
     frame, level = sys._getframe(1), 2

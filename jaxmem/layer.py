@@ -13,8 +13,11 @@ one that follows from parameters by casts, transposes and the like: a stack of
 bfloat16 copies of the weights would cost as much as the weights.
 """
 
+import contextlib
+import copy
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jaxmem import _jax
+from jaxmem import _jax, tracing
 from jaxmem.problem import Problem
 
 # ---------------------------------------------------------------- types
@@ -71,6 +74,10 @@ class Layer:
     Attributes:
       body, wrt: what it was made of.
       linearised: the jaxpr from the layer's inputs to its outputs and all residuals.
+      values: its variables, inputs first, then what its operations make, in their order; a
+        layer policy that keeps single values knows them by their place here.
+      kept: places in `values` of what the tape holds; None for what it holds in vain.
+      again: whether anything but what is cheap is computed from the tape again.
       taped: (consts, carry, x) -> `tape` with the y, under a jit.
     """
 
@@ -79,27 +86,90 @@ class Layer:
         self.wrt = wrt
         self.wrt_consts, self.wrt_carry, self.wrt_x = body.split_in(wrt.ins)
         self._trace()
-        # For schedules that tape a layer in several places: traced and lowered once, and
-        # gone again before anything is optimised.
-        self.taped = jax.jit(functools.partial(self.tape, with_y=True))
+        self.values = _values(self.linearised)
+        places = {var: place for place, var in enumerate(self.values)}
+        self.kept: tuple[int | None, ...] = tuple(places[self.residuals[i]] for i in _on_tape(self))
+        self.again = False
+        self._on_host = 0
+        self._tape_jitted()
+
+    def keeping(self, kept: Sequence[int], offload: Sequence[int] = ()) -> "Layer":
+        """The same layer with another tape; what the backward needs beyond is computed again.
+
+        Args:
+          kept: places in `values`.
+          offload: of others, whose values go to the host where they are stored.
+        """
+        other = copy.copy(self)
+        other.kept = (*kept, *offload)
+        other._on_host = len(offload)
+        other.again = True
+        other._tape_jitted()
+        return other
+
+    @property
+    def residuals(self) -> Sequence[Any]:
+        """What the backward reads: variables of `linearised`, or literals."""
+        return self.linearised.jaxpr.outvars[self.body.num_carry + self.body.num_y :]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What tells this layer from others: types, operations, and what is differentiated."""
+        jaxpr = self.linearised.jaxpr
+        numbers = {var: number for number, var in enumerate(self.values)}
+        lines = [str(self.wrt), *(str(var.aval) for var in jaxpr.invars)]
+        for eqn in jaxpr.eqns:
+            ins = (numbers[a] if _jax.is_var(a) else str(a) for a in eqn.invars)
+            outs = (str(var.aval) for var in eqn.outvars)
+            lines.append(f"{eqn.primitive.name} {[*ins]} {[*outs]}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def problem(self, length: int) -> Problem:
         """The sizes of a stack of such layers."""
         _, carry, x = self.body.split_in(self.body.jaxpr.in_avals)
+        tape = [self.values[place] for place in self.kept if place is not None]
         return Problem(
             length=length,
             carry_bytes=sum(map(nbytes, carry)),
-            tape_bytes=sum(nbytes(self._residuals[i].aval) for i in self._kept),
+            tape_bytes=sum(nbytes(var.aval) for var in tape),
             param_bytes=sum(map(nbytes, x)),
-            alone_bytes=sum(nbytes(self._residuals[i].aval) for i in self._kept if self._stored(i)),
+            alone_bytes=sum(nbytes(var.aval) for var in tape if self.is_stored(var)),
         )
 
-    def _stored(self, index: int) -> bool:
-        """Whether a residual is in memory even if it is used at once: no input, and not fused."""
-        for eqn in self.linearised.jaxpr.eqns:
-            if self._residuals[index] in eqn.outvars:
-                return eqn.primitive.name not in _FUSED
-        return False
+    def made_by(self, var: Any) -> Any:
+        """The equation that makes a value; None for an input."""
+        return self._makers.get(var)
+
+    def is_stored(self, var: Any) -> bool:
+        """Whether a value is in memory even if it is used at once: no input, and not fused."""
+        made_by = self.made_by(var)
+        return made_by is not None and made_by.primitive.name not in FUSED
+
+    def narrowed(self, outs: Sequence[bool], stored: bool = False) -> "Layer | None":
+        """The same layer, for a backward pass that has cotangents of these results only.
+
+        Args:
+          outs: flags for the results.
+          stored: whether it has to do with tapes that this layer made.
+
+        Returns:
+          None if what is on the tape does not give what that backward reads.
+        """
+        other = Layer(self.body, Wrt(self.wrt.ins, tuple(outs)))
+        if not (stored or self.again):
+            return other
+        numbers: dict[Any, int] = {}
+        own, others = (_numbered(layer.linearised, numbers) for layer in (self, other))
+        places = {others[var]: place for place, var in enumerate(other.values) if var in others}
+        found = [None if p is None else places.get(own[self.values[p]]) for p in self.kept]
+        other.again, other._on_host = True, self._on_host
+        other.kept = tuple(p for p in found if stored or p is not None)
+        given = {other.values[place] for place in found if place is not None}
+        only = _jax.needed(other.linearised, other.residuals, keep_effects=False, given=given)
+        _, carry, _ = self.body.split_in(other.linearised.jaxpr.invars)
+        read = {a for i in only for a in other.linearised.jaxpr.eqns[i].invars if _jax.is_var(a)}
+        read.update(atom for atom in other.residuals if _jax.is_var(atom))
+        return None if any(c in read and c not in given for c in carry) else other
 
     # ------------------------------------------------------------ the three things
 
@@ -121,13 +191,24 @@ class Layer:
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """(next carry, y if asked for, tape)."""
         outvars = self.linearised.jaxpr.outvars
-        num_out = self.body.num_carry + (self.body.num_y if with_y else 0)
-        wanted = outvars[:num_out] + [self._residuals[i] for i in self._kept]
+        num_carry, num_y = self.body.num_carry, self.body.num_y if with_y else 0
+        wanted = [
+            *outvars[: num_carry + num_y],
+            *(self.values[place] for place in self.kept if place is not None),
+        ]
         only = _jax.needed(self.linearised, wanted, keep_effects=True)
-        outs = _jax.evaluate(self.linearised, [*consts, *carry, *x], only=only)
-        residuals = outs[self.body.num_carry + self.body.num_y :]
-        next_carry, y = self.body.split_out(outs[: self.body.num_carry + self.body.num_y])
-        return next_carry, y if with_y else [], [residuals[i] for i in self._kept]
+        found = _jax.evaluate(self.linearised, [*consts, *carry, *x], only=only, outs=wanted)
+        return found[:num_carry], found[num_carry:][:num_y], found[num_carry + num_y :]
+
+    def to_store(self, tape: Sequence[Any]) -> list[Any]:
+        """A tape, those of its values on the host that belong there."""
+        here = len(tape) - self._on_host
+        return [*tape[:here], *(jax.device_put(v, jax.memory.Space.Host) for v in tape[here:])]
+
+    def from_store(self, tape: Sequence[Any]) -> list[Any]:
+        """A tape that was stored, all of it on the device."""
+        here = len(tape) - self._on_host
+        return [*tape[:here], *(jax.device_put(v, jax.memory.Space.Device) for v in tape[here:])]
 
     def pullback(
         self,
@@ -145,16 +226,14 @@ class Layer:
           ct_carry: cotangents of the differentiated carries.
           ct_y: cotangents of the differentiated ys.
         """
-        on_tape = [self._residuals[i] for i in self._kept]
-        rebuilt = [r for r in self._residuals if not any(r is kept for kept in on_tape)]
-        only = _jax.needed(self.linearised, rebuilt, keep_effects=False)
+        pairs = zip(self.kept, tape, strict=True)
+        given = {self.values[place]: value for place, value in pairs if place is not None}
+        only = _jax.needed(self.linearised, self.residuals, keep_effects=False, given=given)
         inputs = [*consts, *[None] * self.body.num_carry, *x]
-        outs = _jax.evaluate(self.linearised, inputs, only=only)
-        residuals = outs[self.body.num_carry + self.body.num_y :]
-        for kept, value in zip(on_tape, tape, strict=True):
-            for place, residual in enumerate(self._residuals):
-                if residual is kept:
-                    residuals[place] = value
+        with jax.named_scope(_jax.RECOMPUTED) if self.again else contextlib.nullcontext():
+            residuals = _jax.evaluate(
+                self.linearised, inputs, only=only, given=given, outs=self.residuals
+            )
         cts = iter(jax.tree.unflatten(self._tree, residuals)([*ct_carry, *ct_y]))
         flat = [next(cts) if wrt else None for wrt in self.wrt.ins]
         return tuple([ct for ct in part if ct is not None] for part in self.body.split_in(flat))  # pyright: ignore[reportReturnType]
@@ -181,14 +260,19 @@ class Layer:
         # jnp.where, jnp.tril and many others are jitted: looked into, as what is cheap
         # in them need not be kept either.  Only now that it is differentiated: cotangents
         # are added up in another order where there was no jit.
-        traced = _jax.trace(with_residuals, body.jaxpr.in_avals)
+        with tracing.inside_layer():
+            traced = _jax.trace(with_residuals, body.jaxpr.in_avals)
         if _jax.has_jit(traced):
             inlined = functools.partial(_jax.evaluate, traced, special=_jax.without_jit)
             traced = _jax.trace(lambda *flat: inlined(flat), body.jaxpr.in_avals)
         self.linearised = traced
         self._tree = tree
-        self._residuals = self.linearised.jaxpr.outvars[body.num_carry + body.num_y :]
-        self._kept = _on_tape(self.linearised, self._residuals, body)
+        self._makers = {var: eqn for eqn in traced.jaxpr.eqns for var in eqn.outvars}
+
+    def _tape_jitted(self) -> None:
+        # For schedules that tape a layer in several places: traced and lowered once, and
+        # gone again before anything is optimised.
+        self.taped = jax.jit(functools.partial(self.tape, with_y=True))
 
 
 # ---------------------------------------------------------------- implementation
@@ -202,7 +286,7 @@ def nbytes(aval: Any) -> int:
 # Operations that compilers fuse into what reads them; and those that are cheaper to do
 # again than to store the result of, when all they work on is parameters: no product,
 # no random bits.
-_FUSED = frozenset(
+FUSED = frozenset(
     name
     for names in (
         "abs add and ceil clamp div eq floor ge gt integer_pow le lt max min mul ne neg not or",
@@ -214,24 +298,54 @@ _FUSED = frozenset(
     )
     for name in names.split()
 )
-_CHEAP = _FUSED | {"reduce_max", "reduce_min", "reduce_sum"}
+_CHEAP = FUSED | {"reduce_max", "reduce_min", "reduce_sum"}
 
 
-def _on_tape(closed: ClosedJaxpr, residuals: Sequence[Any], body: Body) -> list[int]:
-    """Which residuals to store: each value once, none that inputs give cheaply."""
-    jaxpr = closed.jaxpr
-    consts, _, x = body.split_in(jaxpr.invars)
+def free_values(layer: Layer) -> set[Any]:
+    """The values that are there in the backward pass anyway, or follow cheaply from such."""
+    jaxpr = layer.linearised.jaxpr
+    consts, _, x = layer.body.split_in(jaxpr.invars)
     free = {*jaxpr.constvars, *consts, *x}
     for eqn in jaxpr.eqns:
         inputs = [atom for atom in eqn.invars if not _jax.is_literal(atom)]
         if eqn.primitive.name in _CHEAP and all(atom in free for atom in inputs):
             free.update(eqn.outvars)
-    kept = []
-    for index, atom in enumerate(residuals):
-        if not _jax.is_literal(atom) and atom not in free:
+    return free
+
+
+def _on_tape(layer: Layer) -> list[int]:
+    """Which residuals to store: each value once, none that inputs give cheaply."""
+    free, kept = free_values(layer), []
+    for index, atom in enumerate(layer.residuals):
+        if _jax.is_var(atom) and atom not in free:
             free.add(atom)
             kept.append(index)
     return kept
+
+
+def _numbered(closed: ClosedJaxpr, numbers: dict[Any, int]) -> dict[Any, int]:
+    """A number for each value: equal for values that are made in the same way from the inputs."""
+    jaxpr = closed.jaxpr
+    found: dict[Any, int] = {}
+
+    def number(key: Any) -> int:
+        return numbers.setdefault(key, len(numbers))
+
+    for place, var in enumerate(jaxpr.invars):
+        found[var] = number(place)
+    for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+        found[var] = number(id(const))
+    for eqn in jaxpr.eqns:
+        ins = tuple(repr(a) if _jax.is_literal(a) else found[a] for a in eqn.invars)
+        params = tuple((key, str(value)) for key, value in sorted(eqn.params.items()))
+        for place, var in enumerate(eqn.outvars):
+            found[var] = number((eqn.primitive.name, ins, params, place))
+    return found
+
+
+def _values(closed: ClosedJaxpr) -> list[Any]:
+    made = (var for eqn in closed.jaxpr.eqns for var in eqn.outvars)
+    return [*closed.jaxpr.constvars, *closed.jaxpr.invars, *made]
 
 
 def differentiated(

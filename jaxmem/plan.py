@@ -14,22 +14,24 @@ Plan of 20 layers: 4 segments of 5, 20 extra forward evaluations
 """
 
 import dataclasses
+import itertools
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxmem import policies
 from jaxmem.errors import check_positive, check_segments
+from jaxmem.files import write_whole
 from jaxmem.policies import LayerPolicy
 from jaxmem.solve import extra_steps, first_sweep, periodic_bytes, segment_lengths
+from jaxmem.solve.periodic import evaluations
 
-Kind = Literal["none", "full", "periodic", "revolve"]
+Kind = Literal["none", "full", "periodic", "revolve", "keep"]
 Place = Literal["device", "host"]
 
-_KINDS = ("none", "full", "periodic", "revolve")
+_KINDS = ("none", "full", "periodic", "revolve", "keep")
 _PLACES = ("device", "host")
 _WIDTH = 64
 
@@ -44,11 +46,15 @@ class Plan:
     Attributes:
       length: number of layers, 0 or more.
       kind: "none" keeps all tapes; "full" keeps all carries; "periodic" keeps
-        the carries at the cuts; "revolve" keeps `slots` carries.
+        the carries at the cuts; "revolve" keeps `slots` carries; "keep" keeps single
+        values of each layer.
       lengths: for "periodic", the segment length at each level, outermost first.
       slots: for "revolve", the number of carries, the initial state counted in.
-      layer: for "full", what each layer keeps besides its carry.
+      layer: for "full", what each layer keeps besides its carry; for "periodic", what each
+        keeps of its tape while its segment is reversed.
       carries: for "full", where the carries are kept.
+      runs: for "keep", pairs of a number of layers and what each of them keeps, first to
+        last; None for all that its backward reads.
     """
 
     length: int
@@ -57,6 +63,7 @@ class Plan:
     slots: int = 0
     layer: LayerPolicy = policies.Full()  # noqa: RUF009 (it is frozen)
     carries: Place = "device"
+    runs: tuple[tuple[int, policies.Keep | None], ...] = ()
 
     # ------------------------------------------------------------ making one
 
@@ -99,13 +106,32 @@ class Plan:
         return cls.cut(n, lengths)
 
     @classmethod
-    def cut(cls, n: int, lengths: Sequence[int]) -> "Plan":
+    def keep(cls, runs: Sequence[tuple[int, policies.Keep | None]]) -> "Plan":
+        """Keep single values of each layer: pairs of a number of layers and what these keep.
+
+        Neighbours that keep the same are one run.
+        """
+        merged: list[tuple[int, policies.Keep | None]] = []
+        for count, keep in runs:
+            if merged and merged[-1][1] == keep:
+                count += merged.pop()[0]
+            if count:
+                merged.append((count, keep))
+        n = sum(count for count, _ in merged)
+        if all(keep is None for _, keep in merged):
+            return cls.none(n)
+        return cls(n, "keep", runs=tuple(merged))
+
+    @classmethod
+    def cut(cls, n: int, lengths: Sequence[int], layer: policies.Keep | None = None) -> "Plan":
         """The periodic plan of these segment lengths, in its simplest equivalent form.
 
         No cut keeps everything; segments of one layer at the first level are
         the plan `full`.
         """
         n = _length(n)
+        if layer is not None:
+            return cls(n, "periodic", lengths=tuple(lengths), layer=layer)
         if n == 0 or not lengths:
             return cls.none(n)
         if tuple(lengths) == (1,) * len(lengths):
@@ -137,10 +163,10 @@ class Plan:
         if self.kind == "full":
             return self.length
         if self.kind == "periodic":
-            return _periodic_extra(self.length, self.lengths)
+            return evaluations(self.length, self.lengths)
         if self.kind == "revolve":
             return extra_steps(self.length, self.slots)
-        return 0
+        return sum(count for count, keep in self.runs if keep is not None)
 
     def bytes(self, carry_bytes: int, tape_bytes: int) -> int:
         """Predicted bytes kept on the device at the worst moment, for layers of these sizes."""
@@ -149,6 +175,10 @@ class Plan:
             return (n * carry_bytes if self.carries == "device" else 0) + tape_bytes
         if self.kind == "revolve":
             return min(self.slots, n) * carry_bytes + (tape_bytes if n else 0)
+        if self.kind == "keep":
+            return sum(count * (keep.bytes if keep else tape_bytes) for count, keep in self.runs)
+        if isinstance(self.layer, policies.Keep):
+            tape_bytes = self.layer.bytes
         return periodic_bytes(n, self.lengths, carry_bytes, tape_bytes)
 
     # ------------------------------------------------------------ in and out
@@ -164,8 +194,11 @@ class Plan:
             data["lengths"] = list(self.lengths)
         if self.kind == "revolve":
             data["slots"] = self.slots
-        if self.kind == "full":
+        if self.kind == "keep":
+            data["runs"] = [[count, keep and keep.to_json()] for count, keep in self.runs]
+        if self.kind == "full" or self.layer != policies.Full():
             data["layer"] = self.layer.to_json()
+        if self.kind == "full":
             data["carries"] = self.carries
         return json.dumps(data)
 
@@ -200,21 +233,13 @@ class Plan:
                 raise ValueError(f"bad plan: layer: {error}") from None
         if isinstance(data.get("lengths"), list):
             data["lengths"] = tuple(data["lengths"])
+        if "runs" in data:
+            data["runs"] = _runs(data["runs"])
         return cls(**data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file is there whole or not at all."""
-        path, text = Path(path), self.to_json() + "\n"
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
-        ) as part:
-            try:
-                part.write(text)
-                part.close()
-                os.replace(part.name, path)
-            except BaseException:
-                os.unlink(part.name)
-                raise
+        write_whole(Path(path), f"{self.to_json()}\n".encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -252,7 +277,14 @@ class Plan:
                 text = f"{count} segment{'' if count == 1 else 's'} of {inner}"
                 words.append(text + (f" and one of {rest}" if rest else ""))
                 outer = inner
-            return ", each in ".join(words)
+            kept = "" if self.layer == policies.Full() else f", whose layers keep {self.layer}"
+            return ", each in ".join(words) + kept
+        if self.kind == "keep":
+            return ", then ".join(
+                f"{count} layer{'' if count == 1 else 's'} keep{'s' if count == 1 else ''} "
+                f"{'everything' if keep is None else keep}"
+                for count, keep in self.runs
+            )
         if self.kind == "revolve":
             return f"{min(self.slots, max(self.length, 1))} carries, optimal schedule"
         return "everything kept"
@@ -264,6 +296,9 @@ class Plan:
             return "|" if self.carries == "device" else "^"
         if self.kind == "revolve":
             return "|" if layer in first_sweep(self.length, self.slots) else "."
+        if self.kind == "keep":
+            each = (keep for count, keep in self.runs for _ in range(count))
+            return "=" if next(itertools.islice(each, layer, None)) is None else "+"
         place, marks = layer, "|:"
         for level, inner in enumerate(self.lengths):
             place %= inner
@@ -278,18 +313,9 @@ class Plan:
             "^": "carry kept on the host",
             ":": "carry kept while its segment is reversed",
             ".": "computed again",
+            "+": "some values kept, the others computed again",
         }
         return "   ".join(f"{mark} {text}" for mark, text in meaning.items() if mark in drawing)
-
-
-def blocks(n: int, length: int) -> list[tuple[int, int]]:
-    """How n layers fall into segments of `length`: pairs (how many, of what length), first to last.
-
-    >>> blocks(61, 8)
-    [(7, 8), (1, 5)]
-    """
-    count, rest = divmod(n, length)
-    return [pair for pair in ((count, length), (1, rest)) if pair[0] and pair[1]]
 
 
 # ---------------------------------------------------------------- implementation
@@ -329,13 +355,36 @@ def _fault(plan: Plan) -> tuple[str, str] | None:
         return "slots", f"a plan of kind {plan.kind!r} has none"
     if not isinstance(plan.layer, LayerPolicy):
         return "layer", f"expected a policy for one layer (full, dots, names …), got {plan.layer!r}"
-    if plan.kind != "full" and plan.layer != policies.Full():
+    if plan.kind == "periodic" and isinstance(plan.layer, policies.Keep):
+        pass  # of the tapes of a segment
+    elif plan.kind != "full" and plan.layer != policies.Full():
         return "layer", f"only a plan of kind 'full' has one, and this one is {plan.kind!r}"
     if plan.carries not in _PLACES:
         return "carries", f"expected one of {', '.join(_PLACES)}, got {_short(plan.carries)}"
     if plan.kind != "full" and plan.carries != "device":
         return "carries", "only a plan of kind 'full' can keep them elsewhere than on the device"
+    if (plan.kind == "keep") != bool(plan.runs):
+        return "runs", f"a plan of kind {plan.kind!r} has {'some' if not plan.runs else 'none'}"
+    for place, (count, keep) in enumerate(plan.runs):
+        if not _whole(count) or count < 1 or not isinstance(keep, policies.Keep | None):
+            return (
+                f"runs[{place}]",
+                f"expected (layers, what they keep), got {_short((count, keep))}",
+            )
+    if plan.runs and (total := sum(count for count, _ in plan.runs)) != plan.length:
+        return "runs", f"they are for {total} layers, and the plan for {plan.length}"
     return None
+
+
+def _runs(data: Any) -> tuple[tuple[int, policies.Keep | None], ...]:
+    runs = []
+    for place, item in enumerate(data if isinstance(data, list) else [data]):
+        try:
+            count, keep = item
+            runs.append((count, None if keep is None else policies.from_json(keep)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"bad plan: runs[{place}]: {error}") from None
+    return tuple(runs)
 
 
 def _whole(value: Any) -> bool:
@@ -345,17 +394,3 @@ def _whole(value: Any) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _periodic_extra(n: int, lengths: Sequence[int]) -> int:
-    """Evaluations beyond the first forward pass, which itself records the outermost cuts."""
-    return sum(count * _reversal(m, lengths[1:]) for count, m in blocks(n, lengths[0]))
-
-
-def _reversal(n: int, lengths: Sequence[int]) -> int:
-    """Evaluations to reverse n layers from the carry in front of them."""
-    if not lengths:
-        return n  # the tapes, all at once
-    parts = blocks(n, lengths[0])
-    advance = (sum(count for count, _ in parts) - 1) * lengths[0]
-    return advance + sum(count * _reversal(m, lengths[1:]) for count, m in parts)

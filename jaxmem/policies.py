@@ -65,6 +65,27 @@ class LayerPolicy(Policy):
         return Either(self, other)
 
 
+class ByLayer(Policy):
+    """Base of the policies that look at a stack's very layer to say what its plan is."""
+
+    def plan_for(self, stack: Any, layer: Any) -> Any:
+        """The `Plan` of a stack, None for everything kept.
+
+        Args:
+          stack: a `jaxmem.stack.Stack`.
+          layer: its layer, taken apart for what is differentiated.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(ByLayer):
+    """What `jaxmem.fit` finds or `jaxmem.use_plan` says; without either keep everything."""
+
+    def plan_for(self, stack: Any, layer: Any) -> Any:
+        return None
+
+
 @dataclasses.dataclass(frozen=True)
 class NoRemat(Policy):
     """Keep everything, as jax does by itself."""
@@ -146,6 +167,50 @@ class Names(LayerPolicy):
             names_which_can_be_offloaded=list(self.offload),
             offload_src="device",
             offload_dst="pinned_host",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep(LayerPolicy):
+    """Keep single values of a layer, by their places among all that it computes.
+
+    `jaxmem.fit` makes these; they are for the very layer that they were made for, and
+    stand in plans alone.
+
+    Attributes:
+      values: places of the values kept on the device; see `jaxmem.explain` for what they are.
+      offload: places of those sent to the host and brought back.
+      bytes: what `values` take in one layer.
+      layer: a digest of the layer.
+    """
+
+    values: tuple[int, ...] = ()
+    offload: tuple[int, ...] = ()
+    bytes: int = 0
+    layer: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("values", "offload"):
+            places = tuple(getattr(self, field))
+            if bad := [p for p in places if not isinstance(p, int) or p < 0]:
+                raise TypeError(f"{field}= takes places, whole numbers from 0 on, got {bad[0]!r}")
+            object.__setattr__(self, field, tuple(sorted(set(places))))
+
+    @property
+    def offloads(self) -> bool:
+        return bool(self.offload)
+
+    @property
+    def jax_policy(self) -> Callable[..., Any]:
+        raise TypeError(
+            "policies.Keep is for the one layer that jaxmem.fit made it for, and applies with its "
+            "plan: with jaxmem.use_plan(plan): ..."
+        )
+
+    def __str__(self) -> str:
+        count = len(self.values) + len(self.offload)
+        return f"{count} of its values" + (
+            f" ({len(self.offload)} on the host)" * bool(self.offload)
         )
 
 
@@ -305,6 +370,11 @@ def none() -> NoRemat:
     return NoRemat()
 
 
+def auto() -> Auto:
+    """What `jaxmem.fit` finds for the memory at hand; until then keep everything."""
+    return Auto()
+
+
 def full() -> Full:
     """Keep each layer's carry and nothing inside a layer."""
     return Full()
@@ -435,6 +505,7 @@ _BY_NAME: dict[str, Callable[..., Policy]] = {
     "revolve": revolve,
     "offload": offload,
     "names": names,
+    "auto": auto,
 }
 
 # Of jax.checkpoint_policies: what makes policies, and what these hold their names in.
@@ -455,9 +526,11 @@ _KEEPERS_OF_NAMES = (
 
 _NAME_OF: dict[type, str] = {
     NoRemat: "none",
+    Auto: "auto",
     Full: "full",
     Dots: "dots",
     Names: "names",
+    Keep: "keep",
     FromJax: "from_jax",
     Either: "either",
     Sqrt: "sqrt",

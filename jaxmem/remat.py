@@ -171,6 +171,19 @@ def remat_offload(target: Any = None, **options: Any) -> Any:
     return _decorate(target, "offload", options)
 
 
+def remat_auto(target: Any = None, **options: Any) -> Any:
+    """Mark what `jaxmem.fit` is to plan; the plan says then what is kept.
+
+    Until there is one everything is kept, with a warning.  The other decorators mark their
+    stacks as well: their policy is what holds without a plan.
+
+    >>> import jaxmem
+    >>> @jaxmem.remat_auto
+    ... def model(weights, h): ...
+    """
+    return _decorate(target, "auto", options)
+
+
 # ---------------------------------------------------------------- implementation
 
 

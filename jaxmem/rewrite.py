@@ -19,12 +19,12 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, check, find, tracing
 from jaxmem.choose import choose, needs_sizes
-from jaxmem.errors import NoStackWarning, check_positive, warn
+from jaxmem.errors import JaxmemWarning, NoStackWarning, check_positive, warn
 from jaxmem.execute import Form
 from jaxmem.find import LayerStack, Where
 from jaxmem.layer import Body
 from jaxmem.plan import Plan
-from jaxmem.policies import LayerPolicy, NoRemat, Policy
+from jaxmem.policies import Auto, LayerPolicy, NoRemat, Policy
 from jaxmem.problem import Problem
 from jaxmem.stack import Stack, native
 
@@ -96,7 +96,9 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     """Evaluate a jaxpr with the policy applied to its stacks."""
     choice = dataclasses.replace(choice, policy=tracing.policy_instead(choice.policy))
     tracing.note_region(choice.policy)
-    if isinstance(choice.policy, NoRemat):
+    if isinstance(choice.policy, Auto):
+        _warn_unfilled(label)
+    if isinstance(choice.policy, NoRemat | Auto):
         return _jax.evaluate(closed, args)
     found = find.find(closed)
     chosen = _chosen(found, choice, label)
@@ -110,14 +112,28 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     for info, eqn in chosen:
         check.stack(info, eqn, choice.policy)
     check.twice(chosen)
-    targets = {id(eqn) for _, eqn in chosen}
+    targets = {id(eqn): info for info, eqn in chosen}
 
     def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
         if id(eqn) in targets:
-            return _run(as_stack(eqn, choice.policy), operands)
+            return _run(as_stack(eqn, choice.policy, targets[id(eqn)]), operands)
         return through(eqn, operands, targets, special)
 
     return _jax.evaluate(closed, args, special)
+
+
+_UNFILLED: set[str] = set()
+
+
+def _warn_unfilled(label: str) -> None:
+    if label not in _UNFILLED:
+        _UNFILLED.add(label)
+        warn(
+            f"{label} is under remat_auto, and no plan is in force: everything is kept.  Find one "
+            "with jaxmem.fit(step, ..., budget=...) and run its .step, or apply a saved one with "
+            "jaxmem.use_plan(plan)",
+            JaxmemWarning,
+        )
 
 
 # ---------------------------------------------------------------- choosing
@@ -144,11 +160,11 @@ def _chosen(found: find.Found, choice: Choice, label: str) -> list[tuple[LayerSt
     return picked
 
 
-def as_stack(eqn: Any, policy: Policy | Plan) -> Stack:
+def as_stack(eqn: Any, policy: Policy | Plan, info: LayerStack | None = None) -> Stack:
     """A scan equation as a stack under this policy."""
     scan = _jax.scan_parts(eqn)
     body = Body(scan.body, scan.num_consts, scan.num_carry)
-    return Stack(Form(body, scan.length, scan.reverse, scan.unroll), policy)
+    return Stack(Form(body, scan.length, scan.reverse, scan.unroll), policy, info)
 
 
 def _run(stack: Stack, operands: list[Any]) -> list[Any]:

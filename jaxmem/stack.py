@@ -11,12 +11,13 @@ derivatives go through the nested form of the plan, in plain `jax.checkpoint`.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem import _jax
+from jaxmem import _jax, tracing
 from jaxmem.choose import choose
 from jaxmem.execute import (
     NOWHERE,
@@ -28,9 +29,10 @@ from jaxmem.execute import (
     plain,
     schedule_for,
 )
-from jaxmem.layer import Layer, Wrt, differentiated
+from jaxmem.find import LayerStack
+from jaxmem.layer import Layer, differentiated
 from jaxmem.plan import Plan
-from jaxmem.policies import Policy
+from jaxmem.policies import ByLayer, Policy
 from jaxmem.tracing import note_plan
 
 # ---------------------------------------------------------------- API
@@ -48,10 +50,15 @@ def native(plan: Plan) -> Callable[[Form, Sequence[Any]], list[Any]] | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """A scan whose layers are recomputed by a policy (the value that `stack_p` carries)."""
+    """A scan whose layers are recomputed by a policy (the value that `stack_p` carries).
+
+    Attributes:
+      info: where it was found; None for one that nobody has to be told of.
+    """
 
     form: Form
     policy: Policy | Plan
+    info: LayerStack | None = None
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The plain scan."""
@@ -82,7 +89,7 @@ class Stack:
         form = dataclasses.replace(self.form, body=dataclasses.replace(body, jaxpr=jaxpr))
         in_axes = [0] * (body.num_consts + body.num_carry) + [1] * body.num_x
         out_axes = [0] * body.num_carry + [1] * body.num_y
-        return Stack(form, self.policy), ins, in_axes, [*carry, *ys], out_axes
+        return Stack(form, self.policy, self.info), ins, in_axes, [*carry, *ys], out_axes
 
     def layer(self, operands: Sequence[bool]) -> Layer:
         """The layer, taken apart for the derivative with respect to these operands."""
@@ -91,6 +98,9 @@ class Stack:
 
     def plan(self, layer: Layer) -> Plan:
         """The plan that the policy means for this stack."""
+        if isinstance(self.policy, ByLayer):
+            known = None if tracing.is_inside_layer() else self.policy.plan_for(self, layer)
+            return known or Plan.none(self.form.length)
         return choose(self.policy, layer.problem(self.form.length))
 
     def jvp(
@@ -101,7 +111,9 @@ class Stack:
         plan = self.plan(layer)
         note_plan(self.policy, plan)
         if plan.kind == "none":
-            outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
+            within = tracing.inside_layer if isinstance(self.policy, ByLayer) else nullcontext
+            with within():
+                outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
             return outs, used
         return Tangent(self.form, layer, plan).split(args, tangents)
@@ -122,11 +134,13 @@ class Tangent:
     """
 
     def __init__(self, form: Form, layer: Layer, plan: Plan) -> None:
-        self.form, self.wrt, self.plan = form, layer.wrt, plan
+        self.form, self.layer, self.wrt, self.plan = form, layer, layer.wrt, plan
         self.first_x = form.body.num_consts + form.body.num_carry
         self.num_args = len(layer.wrt.ins)
         if plan.kind != "none":  # which is jax's own scan
-            self.schedule = schedule_for(plan, form, layer)
+            schedule = schedule_for(plan, form, layer)
+            assert schedule is not None  # as all results have cotangents
+            self.schedule = schedule
         self.num_residuals = 0
         self.tangent_avals: list[Any] = []
 
@@ -189,24 +203,34 @@ class Tangent:
         args = residuals[: self.num_args]
         return jax.jvp(self.active(*args), self.primals(args), list(tangents))[1]
 
-    def without(self, used: Sequence[bool]) -> Schedule:
+    def without(self, used: Sequence[bool]) -> Schedule | None:
         """The schedule for a backward pass in which only these ys have cotangents.
 
         Zeros in their place would be pulled through the layer, where they are work
-        for nothing, and NaN wherever a derivative is infinite.
+        for nothing, and NaN wherever a derivative is infinite.  None if there is no way
+        but these.
         """
         carry, ys = self.form.body.split_out(self.wrt.outs)
         rest = iter(used)
         outs = (*carry, *(wrt and next(rest) for wrt in ys))
-        layer = Layer(self.form.body, Wrt(self.wrt.ins, outs))
-        return schedule_for(self.plan, self.form, layer, taped=False)
+        return schedule_for(self.plan, self.form, self.layer, outs)
 
     def pull(self, residuals: Sequence[Any], cts: Sequence[Any], into: Into = NOWHERE) -> list[Any]:
         given = [ct is not None for ct in cts]
         body = self.form.body
         num_carry = sum(self.wrt.outs[: body.num_carry])
         first_x = sum(self.wrt.ins[: self.first_x])
-        schedule = self.schedule if all(given[num_carry:]) else self.without(given[num_carry:])
+        schedule = self.schedule
+        if not all(given[num_carry:]):
+            if (narrow := self.without(given[num_carry:])) is not None:
+                schedule = narrow
+            else:
+                zeros = map(_jax.zeros_of_type, self.tangent_avals)
+                cts = [
+                    zero if ct is None and place >= num_carry else ct
+                    for place, (zero, ct) in enumerate(zip(zeros, cts, strict=True))
+                ]
+                given = [ct is not None for ct in cts]
 
         def parts(flat: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
             rest = iter(flat[self.num_residuals :])

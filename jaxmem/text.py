@@ -1,5 +1,6 @@
 """How numbers look in a terminal: sizes in KiB, MiB, GiB, and aligned columns."""
 
+import re
 from collections.abc import Sequence
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -18,6 +19,43 @@ def size(count: int) -> str:
     while abs(value) >= 1023.95 and unit + 1 < len(_UNITS):
         value, unit = value / 1024, unit + 1
     return f"{value:.1f} {_UNITS[unit]}"
+
+
+def parse_size(text: "str | int | float") -> int:
+    """Bytes from a number of them or from text such as "40GiB", "15.75 GiB", "500MB".
+
+    Raises:
+      ValueError: it is no size; TypeError: neither text nor number.
+
+    >>> parse_size("40GiB") == 40 * 2**30, parse_size("1.5 kB"), parse_size(1024)
+    (True, 1500, 1024)
+    """
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        number, unit = float(text), 1
+    elif isinstance(text, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)\s*", text)
+        known = None if match is None else _SIZES.get(match[2].casefold())
+        if match is None or known is None:
+            raise ValueError(
+                f"{text!r} is no size in memory; write a number of bytes or a text such as "
+                '"40GiB", "15.75 GiB" or "500MB"'
+            )
+        number, unit = float(match[1]), known
+    else:
+        raise TypeError(
+            f'a size is a number of bytes or a text such as "40GiB", got {type(text).__name__}'
+        )
+    if not 0 < number < float("inf"):
+        raise ValueError(f"a size must be more than nothing, and finite, got {text!r}")
+    return int(number * unit)
+
+
+_SIZES = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ") -> str:

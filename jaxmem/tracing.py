@@ -36,6 +36,7 @@ class Record:
 @dataclasses.dataclass(frozen=True)
 class _Circumstances:
     policy: Policy | None = None
+    inside_layer: bool = False
     record: Record | None = None
     platform: str | None = None
 
@@ -75,9 +76,30 @@ def use_policy(policy: Any, **options: Any) -> Iterator[None]:
             "use_policy takes a policy, which fits every stack; a Plan fits stacks of one length: "
             "pass it to the decorator of that stack"
         )
-    parsed = policies.parse(policy, **options)
-    with _circumstances(dataclasses.replace(_circumstances.value, policy=parsed)):
+    with instead(policies.parse(policy, **options)):
         yield
+
+
+@contextlib.contextmanager
+def instead(policy: Policy) -> Iterator[None]:
+    """While open, every decorated region has this policy."""
+    with _circumstances(dataclasses.replace(_circumstances.value, policy=policy)):
+        yield
+
+
+@contextlib.contextmanager
+def inside_layer() -> Iterator[None]:
+    """While open, what is traced is one layer of a stack that a plan is made for.
+
+    Stacks in it are part of that layer then, and have no plan of their own.
+    """
+    with _circumstances(dataclasses.replace(_circumstances.value, inside_layer=True)):
+        yield
+
+
+def is_inside_layer() -> bool:
+    """Whether `inside_layer` is open."""
+    return _circumstances.value.inside_layer
 
 
 @contextlib.contextmanager

@@ -17,11 +17,14 @@ Caches are not modelled: whatever is read twice by two operations counts twice.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from jaxmem import _jax
 from jaxmem.counting import flops
 from jaxmem.counting.ops import Op, Value
 from jaxmem.counting.primitives import APART, REDUCTIONS, VIEWS
+
+Kind = Literal["kernel", "fused", "reduction", "view"]
 
 # ---------------------------------------------------------------- API
 
@@ -68,6 +71,20 @@ def moved(ops: Sequence[Op]) -> int:
 
 # A chain with more inputs than this is cut.
 _MOST_SOURCES = 64
+
+
+def kind_of(eqn: Any) -> Kind:
+    """What an operation is to a compiler that fuses: a kernel of its own, or part of another's."""
+    name = eqn.primitive.name
+    if name == "dynamic_update_slice":
+        return "kernel"
+    if name in VIEWS and eqn.invars:
+        return "view"
+    if name in REDUCTIONS:
+        return "reduction"
+    if name not in APART and flops.is_elementwise(eqn):
+        return "fused"
+    return "view" if _jax.name_given_by(eqn) is not None else "kernel"
 
 
 def _kind(op: Op) -> str:

@@ -16,6 +16,8 @@ from jaxmem.policies import Full, LayerPolicy, from_jax, names
 
 # Under this name the carries that a plan keeps appear in jax's own reports.
 CARRY_NAME = "jaxmem_carry"
+# And under this one the single values that it keeps.
+VALUE_NAME = "jaxmem_value"
 
 
 @dataclasses.dataclass(frozen=True)

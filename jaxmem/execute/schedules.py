@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.execute import periodic, revolve
+from jaxmem.execute import kept, periodic, revolve
 from jaxmem.execute.forms import Form
 from jaxmem.execute.state import Cotangents, Into
 from jaxmem.layer import Layer
 from jaxmem.plan import Plan
+from jaxmem.policies import Keep
 from jaxmem.solve import segment_lengths
 
 
@@ -27,14 +28,42 @@ class Schedule:
     lengths: tuple[int, ...]
 
 
-def schedule_for(plan: Plan, form: Form, layer: Layer, taped: bool = True) -> Schedule:
-    """The schedule of a periodic, full or revolve plan.
+def schedule_for(
+    plan: Plan, form: Form, layer: Layer, outs: Sequence[bool] | None = None
+) -> Schedule | None:
+    """The schedule of a plan that is not "none".
 
     Args:
-      taped: whether tapes that the forward pass kept are this layer's; otherwise
-        only the carries that it kept are used.
+      outs: which results have cotangents, if it is for a backward pass in which not all of
+        those do that the layer is differentiated for; of what the forward pass kept, such a
+        pass uses what it can.
+
+    Returns:
+      None if what was kept is not enough for such a backward pass.
     """
+    if plan.kind == "keep":
+        runs = [
+            (count, layer if keep is None else layer.keeping(keep.values, keep.offload))
+            for count, keep in plan.runs
+        ]
+        if outs is not None:
+            runs = [(count, run.narrowed(outs, stored=True)) for count, run in runs]
+        if any(run is None for _, run in runs):
+            return None
+        return Schedule(
+            lambda args: kept.forward(form, runs, args),  # pyright: ignore[reportArgumentType]
+            lambda args, values, *cts: kept.backward(form, runs, args, values, *cts),  # pyright: ignore[reportArgumentType]
+            segment_lengths(plan.length),
+        )
+    if isinstance(plan.layer, Keep):
+        layer = layer.keeping(plan.layer.values, plan.layer.offload)
+    if outs is not None:
+        narrow = layer.narrowed(outs)
+        if narrow is None:
+            return None
+        layer = narrow
     if plan.kind == "revolve":
+        taped = outs is None  # the tape that it keeps is the whole layer's
         return Schedule(
             lambda args: revolve.forward(form, layer, plan.slots, args),
             lambda args, kept, *cts: revolve.backward(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem.show.files import write_whole
+from jaxmem.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -71,7 +71,7 @@ def segment_lengths(
         if depth == 0:
             return (alone if n == 1 else tape_bytes * n), ()
         options = []
-        for c in _shortest_segments(n):
+        for c in shortest_segments(n):
             inner, cut = best(c, depth - 1)
             options.append((carry_bytes * -(-n // c) + inner, c, (c, *cut)))
         cost, _, cut = min(options)
@@ -80,7 +80,35 @@ def segment_lengths(
     return best(length, levels)[1]
 
 
-def _shortest_segments(n: int) -> list[int]:
+def evaluations(length: int, lengths: Sequence[int]) -> int:
+    """Layers evaluated beyond the first forward pass, which itself keeps the outermost carries.
+
+    >>> evaluations(64, (8,)), evaluations(64, (16, 4))
+    (64, 112)
+    """
+    return sum(count * _reversal(m, lengths[1:]) for count, m in blocks(length, lengths[0]))
+
+
+def blocks(n: int, length: int) -> list[tuple[int, int]]:
+    """How n layers fall into segments of `length`: pairs (how many, of what length), first to last.
+
+    >>> blocks(61, 8)
+    [(7, 8), (1, 5)]
+    """
+    count, rest = divmod(n, length)
+    return [pair for pair in ((count, length), (1, rest)) if pair[0] and pair[1]]
+
+
+def _reversal(n: int, lengths: Sequence[int]) -> int:
+    """Evaluations to reverse n layers from the carry in front of them."""
+    if not lengths:
+        return n  # the tapes, all at once
+    parts = blocks(n, lengths[0])
+    advance = (sum(count for count, _ in parts) - 1) * lengths[0]
+    return advance + sum(count * _reversal(m, lengths[1:]) for count, m in parts)
+
+
+def shortest_segments(n: int) -> list[int]:
     """The distinct values of ceil(n / k), about 2 sqrt(n) of them."""
     found, k = [], 1
     while True:

@@ -1,0 +1,115 @@
+"""`fit`: the least recomputation with which a whole step fits a memory budget.
+
+The step is traced once to see what can be planned.  Solvers turn that into a ladder of
+plans, from everything kept down to the least memory that any plan needs; the ladder does
+not depend on the budget.  Then the compiler of the target is asked for the real bytes of a
+few rungs, and the fastest one that fits is the answer, with the compiled program's report as
+its certificate.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem import targets
+from jaxmem.errors import BudgetError, check_positive
+from jaxmem.fitting.fitted import Fitted
+from jaxmem.fitting.progress import Progress
+from jaxmem.fitting.question import Question
+from jaxmem.fitting.shortfall import shortfall
+from jaxmem.fitting.step_problem import Cost, look
+from jaxmem.report import MemoryReport
+from jaxmem.solve.search import search
+from jaxmem.text import parse_size, size
+
+
+def fit(
+    step: Callable[..., Any],
+    *args: Any,
+    budget: int | str,
+    target: "str | targets.Target" = "local",
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    allow_offload: bool = False,
+    cost: Cost = "roofline",
+    max_compiles: int = 6,
+    compiler_options: dict[str, Any] | None = None,
+    timeout: float = 900.0,
+    cache: bool = True,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Fitted:
+    """The fastest plan for the decorated stacks of a step with which it fits a memory budget.
+
+    All regions under a decorator of jaxmem are planned (`jaxmem.remat_auto`, or any other,
+    whose policy then holds only where no plan does): which values of each layer are kept,
+    which are computed again, how stacks are cut.  The budget is for the whole device, and
+    kept if the compiled program's `required_bytes` is within it.  The larger the budget, the
+    less is computed again.
+
+    Args:
+      step: a function that differentiates its stacks: a train step, a value_and_grad.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      budget: bytes, or a text such as "40GiB".
+      target: as for `jaxmem.memory_report`; "local" is the attached backend.
+      donate_argnums: as for `jax.jit`.
+      static_argnums: as for `jax.jit`.
+      allow_offload: whether values may be sent to host memory.
+      cost: what is made least: seconds by a "roofline" of the target, or "flops" of matrix
+        products alone.
+      max_compiles: how often the step may be compiled.
+      compiler_options: handed to the compiler.
+      timeout: seconds after which one compile for a named target is stopped.
+      cache: whether to read and write compiled figures on disk (for named targets).
+      progress: whether to say on stderr what each compile came to.
+      **kwargs: arrays, passed on to `step` by name.
+
+    Returns:
+      The step under its plan (`.step`, or call it), `.plan` to save, `.report`, `.explain()`.
+
+    Raises:
+      jaxmem.BudgetError: no plan is within the budget; the message says the least that was
+        reached, what fills it, and what would help.
+      ValueError: nothing in the step is decorated, or nothing decorated is differentiated; the
+        budget is no size.
+      jaxmem.CompileError: as for `jaxmem.memory_report`.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> @jaxmem.remat_auto
+    ... def model(weights, h):
+    ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+    >>> arrays = jnp.ones((64, 16, 16)), jnp.ones((4096, 16))
+    >>> fitted = jaxmem.fit(jax.grad(model), *arrays, budget="6MiB", progress=False)
+    >>> fitted.report.required_bytes <= 6 * 2**20
+    True
+    >>> gradient = fitted.step(*arrays)
+    """
+    budget = parse_size(budget)
+    max_compiles = check_positive("max_compiles", max_compiles)
+    ask = Question(
+        step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
+    )
+    problem = look(ask, allow_offload, cost)
+    rungs = problem.rungs
+    reports: dict[int, MemoryReport] = {}
+    with Progress(progress, max_compiles, f"budget {size(budget)}") as say:
+
+        def compiled(rung: int) -> int:
+            reports[rung] = problem.report(ask, rung)
+            say(rung, len(rungs), problem.predicted[rung], reports[rung].required_bytes, budget)
+            return reports[rung].required_bytes
+
+        found = search(problem.predicted, budget, compiled, max_compiles)
+    if found.rung is None:
+        least = min(found.seen, key=lambda rung: found.seen[rung])
+        text = shortfall(reports[least], budget, problem, least, ask, allow_offload)
+        raise BudgetError(text, budget, found.seen[least], reports[least])
+    return Fitted(
+        problem.program.jitted,
+        problem.plan(found.rung),
+        reports[found.rung],
+        problem.planned(found.rung),
+        budget,
+        problem.prediction(found.rung, found.seen),
+        found.closed,
+        len(found.seen),
+    )

@@ -1,0 +1,55 @@
+"""A step, its arguments, and what it is to be compiled for."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem import targets
+from jaxmem.fitting.step_plan import StepPlan, use_plan
+from jaxmem.memory import memory_report
+from jaxmem.program import Program
+from jaxmem.report import MemoryReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A step and its arguments, and for what it is to be compiled."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: "str | targets.Target"
+    donate_argnums: int | Sequence[int]
+    static_argnums: int | Sequence[int]
+    compiler_options: dict[str, Any] | None
+    timeout: float
+    cache: bool
+
+    @property
+    def accelerator(self) -> "targets.Target | None":
+        """What it is for, None for the attached backend."""
+        return None if self.target == "local" else targets.target(self.target)
+
+    def program(self) -> Program:
+        absent = self.accelerator
+        if absent is not None:
+            targets.warm_up(absent)
+        platform = None if absent is None else absent.platform
+        return Program(
+            self.step, self.args, self.kwargs, self.donate_argnums, self.static_argnums, platform
+        )
+
+    def report(self, plan: StepPlan) -> MemoryReport:
+        with use_plan(plan):
+            return memory_report(
+                self.step,
+                *self.args,
+                target=self.target,
+                donate_argnums=self.donate_argnums,
+                static_argnums=self.static_argnums,
+                compiler_options=self.compiler_options,
+                timeout=self.timeout,
+                cache=self.cache,
+                suggest=False,
+                **self.kwargs,
+            )

@@ -1,0 +1,109 @@
+"""Why no plan is within a budget, and what would help, in words with numbers."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+
+from jaxmem.report import MemoryReport
+from jaxmem.text import size
+
+
+def shortfall(
+    report: MemoryReport, budget: int, problem: Any, rung: int, ask: Any, offload: bool
+) -> str:
+    """The message of a `BudgetError`.
+
+    Args:
+      report: of the least that was compiled.
+      problem: the `Problem` that was solved, `rung` that least plan of it.
+      ask: the `Question`.
+      offload: whether the host was allowed.
+    """
+    fixed = report.argument_bytes + report.output_bytes - report.alias_bytes
+    gradients, kept = _gradients(problem), problem.rungs[rung].kept_bytes // problem.devices
+    working = max(problem.rungs[rung].bytes // problem.devices - kept, 0)
+    lines = [
+        f"no plan brings the step within {size(budget)}: the least that was reached is "
+        f"{size(report.required_bytes)}, {size(report.required_bytes - budget)} too much.  It is "
+        "made of",
+        f"  {size(report.argument_bytes):>10}  arguments{_largest(report)}",
+    ]
+    if report.output_bytes - report.alias_bytes > 0:
+        lines.append(
+            f"  {size(report.output_bytes - report.alias_bytes):>10}  results that take no "
+            "argument's place"
+        )
+    lines.append(
+        f"  {size(report.temp_bytes):>10}  temporaries: about {size(kept)} kept for the backward "
+        f"pass, {size(working)} one layer's working set, up to {size(gradients)} gradients"
+    )
+    lines.append("What would help:")
+    return "\n".join(
+        [*lines, *(f"  - {hint}" for hint in _hints(report, budget, fixed, ask, offload))]
+    )
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _hints(report: MemoryReport, budget: int, fixed: int, ask: Any, offload: bool) -> list[str]:
+    hints = []
+    own = report.output_bytes - report.alias_bytes
+    if own > 0.02 * report.required_bytes and not report.alias_bytes:
+        saved = min(own, report.argument_bytes)
+        hints.append(
+            "donate the parameters and the optimizer state (donate_argnums=...): up to "
+            f"{size(saved)}"
+        )
+    share = (budget - fixed) / max(report.temp_bytes, 1)
+    if share > 0:
+        parts = math.ceil(1 / share)
+        hints.append(
+            f"accumulate the gradient over {parts} or more microbatches "
+            f"(jaxmem.value_and_grad(loss, microbatches={parts})): temporaries must shrink to "
+            f"{share:.0%}, and gradients do not shrink with the batch"
+        )
+        if rows := _batch(ask):
+            fewer = math.floor(rows * share)
+            if fewer:
+                hints.append(f"a batch of about {fewer} in place of {rows}")
+    else:
+        hints.append(
+            f"the arguments and results alone need {size(fixed)}: smaller parameters or optimizer "
+            "state (bfloat16, adafactor), or more devices that share them"
+        )
+    if not offload and report.platform != "cpu":
+        hints.append("allow_offload=True, which lets values go to host memory")
+    return hints
+
+
+def _largest(report: MemoryReport) -> str:
+    groups: Counter[str] = Counter()
+    for name, count in report.arguments.items():
+        groups[name.split("/")[0].split("[")[0]] += count
+    named = [f"{name} {size(count)}" for name, count in groups.most_common(3) if count]
+    return f" ({', '.join(named)})" if len(groups) > 1 and named else ""
+
+
+def _gradients(problem: Any) -> int:
+    """Bytes of the gradients of what the stacks read layer by layer."""
+    each = (hole.length * hole.param_bytes * hole.times for hole in problem.holes)
+    return sum(each) // problem.devices
+
+
+def _batch(ask: Any) -> int | None:
+    """The leading dimension that the arguments which are not donated share, if they do."""
+    donated = ask.donate_argnums
+    donated = {donated} if isinstance(donated, int) else set(donated)
+    if not donated:
+        return None
+    leaves = [
+        leaf
+        for place, arg in enumerate(ask.args)
+        if place not in donated
+        for leaf in jax.tree.leaves(arg)
+    ]
+    sizes = Counter(leaf.shape[0] for leaf in leaves if len(getattr(leaf, "shape", ())) > 1)
+    return next(iter(sizes)) if len(sizes) == 1 else None

@@ -1,0 +1,235 @@
+"""The plan of a whole step: for each layer stack and each straight piece of code, what it keeps.
+
+A `StepPlan` is plain data, as the plans of its stacks are.  A stack is known in it by a
+digest of its layer, so that a plan applies wherever that layer runs, and nowhere else.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxmem import tracing
+from jaxmem.files import write_whole
+from jaxmem.plan import Plan
+from jaxmem.policies import ByLayer
+from jaxmem.records import from_data, to_data
+
+_VERSION = 1
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class HolePlan:
+    """The plan of one decorated region of a step.
+
+    Attributes:
+      layer: a digest of the layer that it is for.
+      inputs: the types of that layer's inputs, for messages.
+      where: what the stack is called and the line that made it, likewise.
+      plan: for the stack.
+    """
+
+    layer: str
+    inputs: tuple[str, ...]
+    where: str
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What `jaxmem.fit` found: plans for the decorated regions of one step.
+
+    Attributes:
+      holes: in the order in which the step differentiates them.
+      target: the accelerator that it was made for.
+      versions: of what traced it: the same code can be traced to another layer by another jax.
+
+    >>> import jaxmem
+    >>> jaxmem.StepPlan.from_json(jaxmem.StepPlan().to_json()) == jaxmem.StepPlan()
+    True
+    """
+
+    holes: tuple[HolePlan, ...] = ()
+    target: str = ""
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        data = to_data(dataclasses.replace(self, holes=()))
+        holes = [
+            {
+                **to_data(dataclasses.replace(hole, plan=None)),
+                "plan": json.loads(hole.plan.to_json()),
+            }  # pyright: ignore[reportArgumentType]
+            for hole in self.holes
+        ]
+        return json.dumps({"jaxmem_step_plan": _VERSION, **data, "holes": holes}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "StepPlan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+          ValueError: the text is no such plan; the message says where.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"bad step plan: not JSON at line {error.lineno} column {error.colno}: {error.msg}"
+            ) from None
+        if not isinstance(data, dict) or data.pop("jaxmem_step_plan", None) != _VERSION:
+            raise ValueError(
+                f"bad step plan: jaxmem_step_plan: expected {_VERSION}, the version; is this a "
+                "plan that jaxmem.fit saved?"
+            )
+        holes = data.pop("holes", None)
+        if not isinstance(holes, list):
+            raise ValueError("bad step plan: holes: expected a list")
+        try:
+            found = tuple(_hole(hole, f"holes[{k}]") for k, hole in enumerate(holes))
+            versions = tuple(tuple(pair) for pair in data.pop("versions", ()))
+            bare = from_data(cls, {**data, "holes": [], "versions": []})
+            return dataclasses.replace(bare, holes=found, versions=versions)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"bad step plan: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; the file is there whole or not at all."""
+        write_whole(Path(path), f"{self.to_json()}\n".encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "StepPlan":
+        """Read a plan that `save` wrote.
+
+        Raises:
+          ValueError: the file holds no plan; the message names the file and the place.
+        """
+        try:
+            return cls.from_json(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+    def __str__(self) -> str:
+        if not self.holes:
+            return "Plan of a step: nothing in it is planned"
+        return "\n".join(f"{hole.where}\n{hole.plan}" for hole in self.holes)
+
+
+@contextlib.contextmanager
+def use_plan(plan: StepPlan | str | os.PathLike[str]) -> Iterator[None]:
+    """While open, every decorated stack follows this plan; nothing is solved.
+
+    Args:
+      plan: from `jaxmem.fit`, or the path of a file that it was saved to.
+
+    Raises:
+      ValueError: the file holds no plan; and, when a function is differentiated inside,
+        if the plan does not have one of its stacks.  The message says what differs.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> @jaxmem.remat_auto
+    ... def model(weights, h):
+    ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+    >>> arrays = jnp.ones((16, 64, 64)), jnp.ones((64, 64))
+    >>> step = jax.grad(model)
+    >>> fitted = jaxmem.fit(step, *arrays, budget="1MiB", progress=False)
+    >>> with jaxmem.use_plan(fitted.plan):
+    ...     gradient = jax.jit(step)(*arrays)
+    """
+    if not isinstance(plan, StepPlan):
+        if not isinstance(plan, str | os.PathLike):
+            raise TypeError(
+                "use_plan takes a jaxmem.StepPlan (the .plan of what jaxmem.fit returns) or the "
+                f"path of a saved one, got an object of type {type(plan).__name__}; a jaxmem.Plan "
+                "is for one stack and goes to its decorator"
+            )
+        plan = StepPlan.load(plan)
+    with tracing.instead(Filled(plan)):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled(ByLayer):
+    """The policy of every decorated region while a step plan is in force."""
+
+    plan: StepPlan
+
+    def plan_for(self, stack: Any, layer: Any) -> Plan:
+        """The plan of this stack.
+
+        Raises:
+          ValueError: there is none; says what differs.
+        """
+        length = stack.form.length
+        for hole in self.plan.holes:
+            if hole.layer == layer.digest and hole.plan.length == length:
+                return hole.plan
+        raise ValueError(_difference(self.plan, stack.info, length, layer))
+
+    def __str__(self) -> str:
+        return "a plan of jaxmem.fit"
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def input_types(layer: Any) -> tuple[str, ...]:
+    """The types of a layer's inputs, as they are shown."""
+    return tuple(aval.str_short() for aval in layer.body.jaxpr.in_avals)
+
+
+def _hole(data: Any, where: str) -> HolePlan:
+    if not isinstance(data, dict) or not isinstance(data.get("plan"), dict):
+        raise ValueError(f"{where}: expected an object with a plan")
+    try:
+        plan = Plan.from_json(json.dumps(data["plan"]))
+    except ValueError as error:
+        raise ValueError(f"{where}.plan: {error}") from None
+    names = [field.name for field in dataclasses.fields(HolePlan) if field.name != "plan"]
+    for key in data:
+        if key not in (*names, "plan"):
+            raise ValueError(f"{where}.{key}: unknown key")
+    inputs = data.get("inputs")
+    if not isinstance(inputs, list) or not all(
+        isinstance(data.get(k), str) for k in ("layer", "where")
+    ):
+        raise ValueError(f"{where}: expected inputs, layer and where")
+    return HolePlan(data["layer"], tuple(inputs), data["where"], plan)
+
+
+def _difference(plan: StepPlan, info: Any, length: int, layer: Any) -> str:
+    what = f"{info or 'a stack'} is not in the plan"
+    if not plan.holes:
+        return f"{what}, which is empty; fit this step anew"
+    inputs = input_types(layer)
+
+    def distance(hole: HolePlan) -> int:
+        same = sum(a == b for a, b in zip(hole.inputs, inputs, strict=False))
+        return (
+            abs(len(hole.inputs) - len(inputs)) + len(inputs) - same + (hole.plan.length != length)
+        )
+
+    near = min(plan.holes, key=distance)
+    parts = []
+    if near.plan.length != length:
+        parts.append(f"it is for {near.plan.length} layers, and there are {length}")
+    if len(near.inputs) != len(inputs):
+        parts.append(f"its layer takes {len(near.inputs)} arrays, and this one {len(inputs)}")
+    parts += [
+        f"it takes {old} where there is {new}"
+        for old, new in zip(near.inputs, inputs, strict=False)
+        if old != new
+    ][:3]
+    if not parts:
+        made = ", ".join(f"{name} {version}" for name, version in plan.versions)
+        parts.append(
+            "the types agree, but what the layer computes or what is differentiated does not"
+            + (f" (the plan was made with {made})" if made else "")
+        )
+    return f"{what}.  The nearest there is {near.where}: {'; '.join(parts)}.  Fit this step anew"

@@ -1,0 +1,145 @@
+"""What of a step can be planned, and the ladder of its plans; no compiler is asked."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+from jaxmem import targets, tracing
+from jaxmem.advice import where_to_decorate
+from jaxmem.fitting.fitted import Planned
+from jaxmem.fitting.holes import Collector, Hole
+from jaxmem.fitting.question import Question
+from jaxmem.fitting.step_plan import StepPlan
+from jaxmem.layer import nbytes
+from jaxmem.program import Program
+from jaxmem.report import MemoryReport
+from jaxmem.roofline import Roofline
+from jaxmem.solve.stacks import Candidate
+from jaxmem.solve.together import Rung, ladder, together
+
+Cost = Literal["roofline", "flops"]
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepProblem:
+    """What of a step can be planned, and the ladder of its plans.
+
+    Attributes:
+      program: the step as traced, everything kept.
+      holes: its decorated stacks, in order.
+      options: of each hole, the candidates of all of its stacks together.
+      rungs: plans of the step, fastest first.
+      others: about what the step needs besides.
+      devices: over how many devices its arrays are spread.
+    """
+
+    program: Program
+    holes: tuple[Hole, ...]
+    options: tuple[tuple[Candidate, ...], ...]
+    rungs: tuple[Rung, ...]
+    others: int
+    devices: int
+    target: str
+
+    @property
+    def predicted(self) -> list[int]:
+        """Bytes of each rung, before any compiler has spoken."""
+        return [self.others + rung.bytes // self.devices for rung in self.rungs]
+
+    def plan(self, rung: int) -> StepPlan:
+        from jaxmem import __version__
+
+        holes = tuple(planned.hole.plan(planned.candidate) for planned in self.planned(rung))
+        versions = (("jaxmem", __version__), ("jax", jax.__version__))
+        return StepPlan(holes, self.target, versions)
+
+    def planned(self, rung: int) -> tuple[Planned, ...]:
+        picks = self.rungs[rung].picks
+        return tuple(
+            Planned(hole, hole.candidates[pick])
+            for hole, pick in zip(self.holes, picks, strict=True)
+        )
+
+    def report(self, ask: Question, rung: int) -> MemoryReport:
+        return ask.report(self.plan(rung))
+
+    def prediction(self, rung: int, seen: dict[int, int]) -> int:
+        """Bytes foretold for a rung, given what the others that were compiled came to."""
+        others = [other for other in seen if other != rung]
+        if not others:
+            return self.predicted[rung]
+        near = min(others, key=lambda other: abs(self.predicted[other] - self.predicted[rung]))
+        return self.predicted[rung] + seen[near] - self.predicted[near]
+
+
+# ---------------------------------------------------------------- API
+
+
+def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
+    """Trace a step and solve for the ladder of its plans."""
+    if cost not in ("roofline", "flops"):
+        raise ValueError(f'cost must be "roofline" or "flops", got {cost!r}')
+    collector = Collector(roofline_of(ask.accelerator, cost), allow_offload)
+    with tracing.instead(collector):
+        program = ask.program()
+    holes = tuple(collector.holes.values())
+    if not holes:
+        raise ValueError(_nothing_to_plan(program))
+    options = tuple(tuple(_several(c, hole.times) for c in hole.candidates) for hole in holes)
+    others = _others(program)
+    rungs = ladder(together(options), others)
+    name = "local" if ask.accelerator is None else ask.accelerator.name
+    return StepProblem(program, holes, options, rungs, others, _devices(ask), name)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
+    """The speeds of a target; of an attached device that no row is known of, those of an H100."""
+    known = target or targets.by_device_kind(jax.devices()[0].device_kind)
+    known = known or targets.target("h100-80g")
+    return Roofline(known.matrix_peak, known.bandwidth, flops_only=cost == "flops")
+
+
+def _several(candidate: Candidate, times: int) -> Candidate:
+    """A candidate for as many stacks as share it, one after the other."""
+    if times == 1:
+        return candidate
+    return dataclasses.replace(
+        candidate,
+        bytes=candidate.bytes + (times - 1) * candidate.kept_bytes,
+        kept_bytes=times * candidate.kept_bytes,
+        seconds=times * candidate.seconds,
+    )
+
+
+def _others(program: Program) -> int:
+    arguments = sum(argument.bytes for argument in program.arguments)
+    donated = sum(argument.bytes for argument in program.arguments if argument.donated)
+    outputs = sum(nbytes(a) for a in program.jaxpr.out_avals if hasattr(a, "shape"))
+    return arguments + max(outputs - donated, 0)
+
+
+def _devices(ask: Question) -> int:
+    sizes = [1]
+    for leaf in jax.tree.leaves((ask.args, ask.kwargs)):
+        sharding = getattr(leaf, "sharding", None)
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is not None and not getattr(sharding, "is_fully_replicated", False):
+            sizes.append(mesh.size)
+    return max(sizes)
+
+
+def _nothing_to_plan(program: Program) -> str:
+    if program.record.regions:
+        return (
+            "fit: the step has decorated regions, and differentiates none of their layer stacks, "
+            "so that nothing is kept for a backward pass; pass the train step or a value_and_grad, "
+            "with jax.grad inside of it"
+        )
+    hint = where_to_decorate(program, "remat_auto")
+    return f"fit: nothing in the step is decorated, so there is nothing to plan; {hint}"

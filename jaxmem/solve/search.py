@@ -1,0 +1,74 @@
+"""The fastest rung of a ladder that fits, found by asking the compiler a few times.
+
+Predictions say where to ask; what fits is only what was compiled.  From each answer the
+predictions are moved by what they were off there.  The search ends when the rung found is
+next to one that was seen not to fit, so that (as long as faster rungs need more) the answer
+is the same wherever the search began: larger budgets never get a slower rung, and smaller
+ones none that needs more.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+      rung: the fastest rung seen to fit; None if none did.
+      seen: bytes of each rung that was compiled, in the order in which they were.
+      closed: whether the next faster rung was seen not to fit, or there is none.
+    """
+
+    rung: int | None
+    seen: dict[int, int]
+    closed: bool
+
+
+def search(
+    predicted: Sequence[int], budget: int, compiled: Callable[[int], int], most: int = 6
+) -> Found:
+    """Find the fastest rung within the budget.
+
+    Args:
+      predicted: bytes of each rung, fastest and largest first.
+      budget: bytes.
+      compiled: what a rung needs in truth.
+      most: how often `compiled` may be asked.
+
+    >>> truth = [100, 90, 80, 70, 60, 50]
+    >>> search([95, 85, 75, 65, 55, 45], 72, truth.__getitem__)
+    Found(rung=3, seen={3: 70, 2: 80}, closed=True)
+    >>> search([95, 85], 72, truth.__getitem__).rung is None
+    True
+    """
+    seen: dict[int, int] = {}
+    # Rungs up to `low` are too large, from `high` on they fit.
+    low, high = -1, len(predicted)
+
+    def off(rung: int) -> int:
+        if not seen:
+            return 0
+        near = min(seen, key=lambda other: abs(other - rung))
+        return seen[near] - predicted[near]
+
+    while len(seen) < most and high - low > 1:
+        left = most - len(seen)
+        between = range(low + 1, high)
+        guess = next((k for k in between if predicted[k] + off(k) <= budget), between[-1])
+        if (
+            high < len(predicted)
+            and guess == between[-1]
+            and predicted[guess] + off(guess) > budget
+        ):
+            guess = high - 1  # to have seen that it does not fit
+        if left <= 3 and len(between) >= 2 ** (left - 1):
+            guess = (low + high) // 2  # what is left to ask is just enough to halve
+        seen[guess] = compiled(guess)
+        if seen[guess] <= budget:
+            high = guess
+        else:
+            low = guess
+    fits = [rung for rung, size in seen.items() if size <= budget]
+    return Found(min(fits, default=None), seen, high - low == 1)

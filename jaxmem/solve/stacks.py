@@ -1,0 +1,184 @@
+"""A stack of equal layers: what each keeps, how the stack is cut, both at once.
+
+A layer has several options, each a set of values to keep (`jaxmem.solve.keep`).  A stack
+either keeps something of every layer, or the carries at periodic cuts and something of the
+layers in one segment at a time.  In the first form layers may differ: those that keep least
+come first, since their backward pass, which needs the most room to compute again, comes last,
+when what the others kept is gone; and of the very last layer, whose backward pass begins at
+once, what is kept would be alive in any case.
+
+Among all such plans the Pareto set of bytes and seconds is returned.  It is found by listing
+them: with two or three runs of layers there are some ten thousand.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jaxmem.solve.periodic import evaluations, shortest_segments
+from jaxmem.solve.revolve import extra_steps
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way in which a layer can be kept.
+
+    Attributes:
+      bytes: kept until the layer is reversed.
+      seconds: of what is computed again, and of keeping the rest.
+      work_bytes: alive besides, while the layer is reversed.
+    """
+
+    bytes: int
+    seconds: float
+    work_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One plan for a stack.
+
+    Attributes:
+      bytes: at the worst moment, of what the stack keeps and works with.
+      seconds: more than a forward and a backward pass.
+      kind: "keep" (single values), "periodic" or "revolve".
+      runs: for "keep", pairs of a number of layers and their choice, first to last.
+      lengths: for "periodic", the segment lengths, outermost first.
+      choice: for "periodic", that of the layers in a segment.
+      slots: for "revolve", the number of carries.
+      kept_bytes: of `bytes`, what is alive when the forward pass is done.
+    """
+
+    bytes: int
+    seconds: float
+    kind: Literal["keep", "periodic", "revolve"] = "keep"
+    runs: tuple[tuple[int, int], ...] = ()
+    lengths: tuple[int, ...] = ()
+    choice: int = 0
+    slots: int = 0
+    kept_bytes: int = 0
+
+
+# ---------------------------------------------------------------- API
+
+
+def candidates(
+    length: int, carry_bytes: int, forward_seconds: float, choices: Sequence[Choice]
+) -> tuple[Candidate, ...]:
+    """The plans that no other one beats in both bytes and seconds, fastest (and largest) first.
+
+    Args:
+      length: number of layers.
+      carry_bytes: handed from layer to layer.
+      forward_seconds: of one evaluation of a layer.
+      choices: of a layer; the first keeps all that its backward pass reads.
+
+    >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
+    >>> [(c.bytes, c.seconds) for c in found][:3]
+    [(128, 0.0), (121, 1.0), (114, 2.0)]
+    >>> found[-1].kind, found[-1].seconds > 15
+    ('periodic', True)
+    """
+    if length < 1:
+        return ()
+    if not choices:
+        raise ValueError("a layer needs at least one choice: everything kept")
+    found = [*_kept(length, choices), *_cut(length, carry_bytes, forward_seconds, choices)]
+    return pareto(found)
+
+
+def pareto(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those that no other one beats in both bytes and seconds, fastest first."""
+    best: list[Candidate] = []
+    for one in sorted(found, key=lambda c: (c.bytes, c.seconds, len(c.runs))):
+        if not best or one.seconds < best[-1].seconds:
+            best.append(one)
+    return tuple(reversed(best))
+
+
+# ---------------------------------------------------------------- implementation
+
+# Longer stacks are divided at this many places.
+_PLACES = 48
+
+
+def _kept(length: int, choices: Sequence[Choice]) -> Iterator[Candidate]:
+    kept = np.array([c.bytes for c in choices], float)
+    seconds = np.array([c.seconds for c in choices])
+    work = np.array([c.work_bytes for c in choices], float)
+    alone = work.max()  # of a single layer outside of loops, whose tape is part of its work
+    for tail in (0, 1):  # whether the last layer keeps everything
+        rest = length - tail
+        if rest < 1:
+            continue
+        counts = np.unique(np.linspace(1, rest, min(rest, _PLACES)).round().astype(int))
+        grids = np.meshgrid(range(len(choices)), range(len(choices)), counts, indexing="ij")
+        first, second, count = (grid.ravel() for grid in grids)
+        # One run, or two of which the first keeps less.
+        take = (count == rest) & (first == second) | (count < rest) & (kept[first] < kept[second])
+        first, second, count = first[take], second[take], count[take]
+        others = rest - count
+        below = count * kept[first]
+        stored = below + others * kept[second]
+        peak = below + np.where(count > 1, work[first], alone)
+        peak = np.maximum(peak, stored + np.where(others > 1, work[second], 0))
+        peak = np.where(others == 1, np.maximum(peak, stored + alone), peak)
+        if tail:
+            peak = np.maximum(peak, stored + max(kept[0], alone))
+        total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
+        whole = stored + tail * kept[0]
+        # Of all that need no less, only the fastest is of use.
+        order = np.lexsort((total, peak))
+        fastest = np.minimum.accumulate(total[order])
+        better = np.concatenate([[True], total[order][1:] < fastest[:-1]])
+        for at in order[better]:
+            runs = [(int(count[at]), int(first[at])), (int(others[at]), int(second[at]))]
+            runs = [run for run in (*runs, (tail, 0)) if run[0]]
+            yield Candidate(
+                bytes=int(np.ceil(peak[at])),
+                seconds=float(total[at]),
+                runs=tuple(runs),
+                kept_bytes=int(whole[at]),
+            )
+
+
+def _cut(
+    length: int, carry_bytes: int, forward_seconds: float, choices: Sequence[Choice]
+) -> Iterator[Candidate]:
+    for lengths in _cuts(length):
+        outer, carries = length, 0
+        for inner in lengths:
+            carries += carry_bytes * -(-outer // inner)
+            outer = inner
+        again = evaluations(length, lengths)
+        for number, choice in enumerate(choices):
+            yield Candidate(
+                bytes=carries + outer * choice.bytes + choice.work_bytes,
+                seconds=again * forward_seconds + length * choice.seconds,
+                kind="periodic",
+                lengths=lengths,
+                choice=number,
+                kept_bytes=carry_bytes * -(-length // lengths[0]),
+            )
+    full = choices[0]
+    for slots in sorted({*range(1, 9), *(2**k for k in range(4, 10))}):
+        if slots < length:
+            yield Candidate(
+                bytes=slots * carry_bytes + full.bytes + full.work_bytes,
+                seconds=extra_steps(length, slots) * forward_seconds + length * full.seconds,
+                kind="revolve",
+                slots=slots,
+                kept_bytes=slots * carry_bytes,
+            )
+
+
+def _cuts(length: int) -> Iterator[tuple[int, ...]]:
+    """Segment lengths of one and of two levels."""
+    for outer in shortest_segments(length):
+        if 1 < outer < length:
+            yield (outer,)
+            yield from ((outer, inner) for inner in shortest_segments(outer) if 1 < inner < outer)

@@ -1,0 +1,145 @@
+"""Several stacks of one step, one plan for each: the ladder of plans for the whole.
+
+Stacks are met in the order of the forward pass, and reversed in the opposite one.  While
+one is reversed, what those before it keep is alive, and what those after it kept is gone:
+the worst moment of a step is the worst of these, not their sum.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmem.solve.stacks import Candidate
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One plan for a step.
+
+    Attributes:
+      bytes: at the worst moment, of all that stacks keep and work with.
+      seconds: more than a forward and a backward pass.
+      picks: which candidate of each stack.
+      kept_bytes: alive when the forward pass is done.
+    """
+
+    bytes: int
+    seconds: float
+    picks: tuple[int, ...]
+    kept_bytes: int = 0
+
+
+# ---------------------------------------------------------------- API
+
+
+def together(stacks: Sequence[Sequence[Candidate]], most: int = 400) -> tuple[Rung, ...]:
+    """The plans for a step that no other beats in bytes and seconds, fastest first.
+
+    Args:
+      stacks: of each stack, in the order in which the step runs them, its candidates.
+      most: how many partial plans are gone on with after each stack.
+    """
+    found = [Rung(0, 0.0, (), 0)]
+    each = most // 4 if len(stacks) > 1 else max(map(len, stacks), default=0)
+    for number, one in enumerate(stacks):
+        last = number == len(stacks) - 1
+        grown = [
+            Rung(
+                bytes=max(rung.bytes, rung.kept_bytes + c.bytes),
+                seconds=rung.seconds + c.seconds,
+                picks=(*rung.picks, place),
+                kept_bytes=rung.kept_bytes + c.kept_bytes,
+            )
+            for rung in found
+            for place, c in _thinned(list(enumerate(one)), each)
+        ]
+        found = _best(grown, last)
+        found = found if last else _thinned(found, most)
+    return tuple(found)
+
+
+def ladder(rungs: Sequence[Rung], others: int, most: int = 63) -> tuple[Rung, ...]:
+    """At most so many plans, fastest first, each a good step smaller than the one before.
+
+    First come those where the trade of seconds for bytes turns most sharply (the corners of
+    the convex hull), then such that no gap in the whole of the step's bytes stays wide.
+
+    Args:
+      rungs: from `together`.
+      others: bytes of the step that no plan changes.
+    """
+    if len(rungs) <= 2:
+        return tuple(rungs)
+    whole = [math.log(max(rung.bytes + others, 1)) for rung in rungs]
+    taken = {0, len(rungs) - 1, *_corners(rungs)[: most // 2]}
+    closest = 0.004  # less than this is within what a prediction is worth
+    while len(taken) < most:
+        places = sorted(taken)
+        gaps = [(whole[a] - whole[b], a, b) for a, b in itertools.pairwise(places) if b - a > 1]
+        gaps = [gap for gap in gaps if gap[0] > 2 * closest]
+        if not gaps:
+            break
+        _, a, b = max(gaps)
+        middle = (whole[a] + whole[b]) / 2
+        taken.add(min(range(a + 1, b), key=lambda k: abs(whole[k] - middle)))
+    chosen = [rungs[k] for k in sorted(taken)]
+    thinned = chosen[:1]
+    for rung in chosen[1:]:
+        step = math.log((thinned[-1].bytes + others) / max(rung.bytes + others, 1))
+        if step >= closest:
+            thinned.append(rung)
+        elif rung is chosen[-1] and len(thinned) > 1:
+            thinned[-1] = rung  # the least of all stays
+    return tuple(thinned)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _best(rungs: list[Rung], last: bool) -> list[Rung]:
+    """Those that no other beats in bytes, seconds and (unless it is the last) what stays alive."""
+    rungs = sorted(rungs, key=lambda r: (r.seconds, r.bytes, r.kept_bytes))
+    best: list[Rung] = []
+    front: list[tuple[int, int]] = []  # (bytes, kept bytes) of those so far, none beats another
+    for rung in rungs:
+        key = (rung.bytes, 0 if last else rung.kept_bytes)
+        if any(a <= key[0] and b <= key[1] for a, b in front):
+            continue
+        front = [(a, b) for a, b in front if not (key[0] <= a and key[1] <= b)]
+        front.append(key)
+        best.append(rung)
+    return best
+
+
+def _thinned(items: list[Any], most: int) -> list[Any]:
+    if len(items) <= most:
+        return items
+    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
+
+
+def _corners(rungs: Sequence[Rung]) -> list[int]:
+    """Inner corners of the lower convex hull, the sharpest first."""
+    hull: list[int] = []
+    for k, rung in enumerate(rungs):
+        while len(hull) > 1:
+            a, b = rungs[hull[-2]], rungs[hull[-1]]
+            turn = (b.bytes - a.bytes) * (rung.seconds - a.seconds) - (b.seconds - a.seconds) * (
+                rung.bytes - a.bytes
+            )
+            if turn < 0:
+                break
+            hull.pop()
+        hull.append(k)
+
+    def sharpness(at: int) -> float:
+        a, b, c = (rungs[hull[at + d]] for d in (-1, 0, 1))
+        before = (b.seconds - a.seconds) / max(a.bytes - b.bytes, 1)
+        after = (c.seconds - b.seconds) / max(b.bytes - c.bytes, 1)
+        return math.log(after / before) if before > 0 and after > 0 else math.inf
+
+    inner = sorted(range(1, len(hull) - 1), key=sharpness, reverse=True)
+    return [hull[at] for at in inner]

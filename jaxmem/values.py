@@ -1,0 +1,199 @@
+"""One layer as the solvers see it: its values, what makes them, what its backward reads.
+
+Every value that a layer computes can be kept, those that only the derivative needs among
+them, so that the cheap tricks are found rather than known: the output of a `tanh` in place
+of what it is the derivative of, the bfloat16 that a float32 was made from, the seed of a
+mask in place of the mask.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.counting import kind_of
+from jaxmem.layer import Layer, free_values, nbytes
+from jaxmem.problem import Graph, Operation
+from jaxmem.roofline import Roofline
+from jaxmem.source import source_line
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerValue:
+    """What a reader is told of one value of a layer.
+
+    Attributes:
+      place: its number among the layer's values.
+      name: its `checkpoint_name`, or the operation that makes it, or "carry".
+      source: the user's line.
+      shape: "bfloat16[8,1024,1024]".
+      bytes: in one layer.
+      seconds: of the operation that makes it.
+      wanted: whether the backward pass reads it.
+    """
+
+    place: int
+    name: str
+    source: str
+    shape: str
+    bytes: int
+    seconds: float
+    wanted: bool
+
+
+# ---------------------------------------------------------------- API
+
+
+def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
+    """The values of a layer and their makers, indices being places in `layer.values`."""
+    places = {var: place for place, var in enumerate(layer.values)}
+    sizes = [_bytes(var) for var in layer.values]
+    in_memory = _in_memory(layer.linearised.jaxpr)
+    free = frozenset(places[var] for var in free_values(layer) if var in places)
+    operations = [
+        Operation(
+            inputs=tuple(sorted({places[a] for a in eqn.invars if _jax.is_var(a)})),
+            outputs=tuple(places[var] for var in eqn.outvars),
+            seconds=roofline.operation(eqn),
+        )
+        for eqn in layer.linearised.jaxpr.eqns
+    ]
+    return Graph(
+        bytes=tuple(sizes),
+        operations=tuple(operations),
+        free=free,
+        wanted=frozenset(places[a] for a in layer.residuals if _jax.is_var(a)),
+        keepable=frozenset(range(len(sizes))) - free,
+        keep_seconds=tuple(
+            roofline.kept(size, var in in_memory)
+            for var, size in zip(layer.values, sizes, strict=True)
+        ),
+        host_seconds=tuple(map(roofline.sent, sizes)) if offload else None,
+    )
+
+
+def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
+    """What to tell a reader of one of a layer's values."""
+    var = layer.values[place]
+    made_by = layer.made_by(var)
+    name = "carry" if made_by is None else _jax.name_given_by(made_by) or made_by.primitive.name
+    aval = var.aval
+    return LayerValue(
+        place=place,
+        name=name,
+        source="" if made_by is None else source_line(made_by),
+        shape=f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
+        bytes=_bytes(var),
+        seconds=0.0 if made_by is None else roofline.operation(made_by),
+        wanted=any(var is residual for residual in layer.residuals),
+    )
+
+
+def working_bytes(layer: Layer) -> int:
+    """About what one layer's backward pass has alive besides its tape, parameters and gradients.
+
+    Values are taken to die at their last use in the order in which they are traced, and
+    elementwise chains not to be in memory unless a kernel reads them.
+    """
+    return _peak(_pullback(layer))
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _bytes(var: Any) -> int:
+    return nbytes(var.aval) if hasattr(var.aval, "shape") else 0
+
+
+def _pullback(layer: Layer) -> ClosedJaxpr:
+    """The backward pass of one layer: (consts, x, tape, cotangents) -> cotangents."""
+    body = layer.body
+    consts, _, x = body.split_in(body.jaxpr.in_avals)
+    tape = [layer.values[place].aval for place in layer.kept if place is not None]
+    outs = [
+        aval.to_tangent_aval()
+        for aval, wrt in zip(body.jaxpr.out_avals, layer.wrt.outs, strict=True)
+        if wrt
+    ]
+    num_carry = sum(layer.wrt.outs[: body.num_carry])
+    ends = [len(consts), len(consts) + len(x), len(consts) + len(x) + len(tape)]
+
+    def run(*flat: Any) -> Any:
+        cts = flat[ends[2] :]
+        return layer.pullback(
+            flat[: ends[0]],
+            flat[ends[0] : ends[1]],
+            flat[ends[1] : ends[2]],
+            cts[:num_carry],
+            cts[num_carry:],
+        )
+
+    traced = _jax.trace(lambda *flat: jax.tree.leaves(run(*flat)), [*consts, *x, *tape, *outs])
+    if _jax.has_jit(traced):
+        return _jax.trace(
+            lambda *flat: _jax.evaluate(traced, flat, _jax.without_jit), traced.in_avals
+        )
+    return traced
+
+
+def _in_memory(jaxpr: Any) -> set[Any]:
+    """The values that a compiler has in memory at all: what kernels make and take."""
+    found = {*jaxpr.invars, *jaxpr.constvars}
+    views: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        kind = kind_of(eqn)
+        if kind == "view" and eqn.invars and _jax.is_var(eqn.invars[0]):
+            views.update((var, eqn.invars[0]) for var in eqn.outvars)
+        if kind in ("kernel", "reduction"):
+            found.update(eqn.outvars)
+        if kind == "kernel":
+            for atom in filter(_jax.is_var, eqn.invars):
+                found.add(atom)
+                while atom in views:
+                    atom = views[atom]
+                    found.add(atom)
+    found.update(var for var, base in views.items() if base in found)
+    return found
+
+
+def _peak(closed: ClosedJaxpr) -> int:
+    eqns = closed.jaxpr.eqns
+    outs = {atom for atom in closed.jaxpr.outvars if _jax.is_var(atom)}
+    kinds = [kind_of(eqn) for eqn in eqns]
+    in_memory = outs | _in_memory(closed.jaxpr)
+    # Which arrays in memory have to be alive for a value to be read.
+    behind: dict[Any, frozenset[Any]] = {}
+    made_at: dict[Any, int] = {}
+    last_use: dict[Any, int] = {}
+    for at, (eqn, kind) in enumerate(zip(eqns, kinds, strict=True)):
+        sources = frozenset().union(
+            *(behind.get(a, frozenset()) for a in eqn.invars if _jax.is_var(a))
+        )
+        for var in eqn.outvars:
+            if kind in ("kernel", "reduction") or (var in in_memory and kind != "view"):
+                behind[var] = frozenset([var])
+                made_at[var] = at
+                last_use.update(dict.fromkeys((*sources, var), at))
+            else:
+                behind[var] = sources
+    for var in outs:
+        last_use.update(dict.fromkeys(behind.get(var, ()), len(eqns)))
+    changes = [0] * (len(eqns) + 2)
+    for var, at in made_at.items():
+        changes[at] += _bytes(var)
+        changes[last_use[var] + 1] -= _bytes(var)
+    alive = peak = 0
+    for change in changes:
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+def sizes_of(avals: Sequence[Any]) -> int:
+    """Bytes of so many arrays."""
+    return sum(map(nbytes, avals))
