@@ -168,6 +168,7 @@ def evaluate(
     only: frozenset[int] | None = None,
     given: Mapping[Any, Any] | None = None,
     outs: Sequence[Any] | None = None,
+    each: Callable[[int, Sequence[Any]], Sequence[Any]] | None = None,
 ) -> list[Any]:
     """Evaluate a jaxpr; outputs that depend on equations left out come back as None.
 
@@ -179,6 +180,8 @@ def evaluate(
       only: indices of the equations to evaluate; None for all.
       given: variables whose values are known already.
       outs: the atoms to return; None for the jaxpr's own results.
+      each: called with the index of each equation and its results; returns what to take
+        for them.
     """
     jaxpr = closed.jaxpr
     wanted = jaxpr.outvars if outs is None else outs
@@ -204,12 +207,20 @@ def evaluate(
             if found is None:
                 found = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
                 found = found if eqn.primitive.multiple_results else [found]
+            if each is not None:
+                found = each(index, found)
         env.update(zip(eqn.outvars, found, strict=True))
         if known:  # one of several results may be known
             env.update((var, known[var]) for var in eqn.outvars if var in known)
         for atom in last_use.get(index, ()):
             env.pop(atom, None)
     return [read(atom) for atom in wanted]
+
+
+def reordered(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
+    """A jaxpr with its equations in another order, in which each can run."""
+    jaxpr = closed.jaxpr
+    return ClosedJaxpr(jaxpr.replace(eqns=[jaxpr.eqns[at] for at in order]), closed.consts)
 
 
 def _last_use(

@@ -305,7 +305,12 @@ def free_values(layer: Layer) -> set[Any]:
     """The values that are there in the backward pass anyway, or follow cheaply from such."""
     jaxpr = layer.linearised.jaxpr
     consts, _, x = layer.body.split_in(jaxpr.invars)
-    free = {*jaxpr.constvars, *consts, *x}
+    return cheap_values(jaxpr, [*jaxpr.constvars, *consts, *x])
+
+
+def cheap_values(jaxpr: Any, given: Sequence[Any]) -> set[Any]:
+    """What follows by casts, transposes and the like from what is given, and that itself."""
+    free = set(given)
     for eqn in jaxpr.eqns:
         inputs = [atom for atom in eqn.invars if not _jax.is_literal(atom)]
         if eqn.primitive.name in _CHEAP and all(atom in free for atom in inputs):

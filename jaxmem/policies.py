@@ -77,6 +77,16 @@ class ByLayer(Policy):
         """
         raise NotImplementedError
 
+    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
+        """The results of decorated code that has no stack.
+
+        Args:
+          closed: its jaxpr.
+          args: flat.
+          label: what it is called in messages.
+        """
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True)
 class Auto(ByLayer):

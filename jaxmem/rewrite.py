@@ -17,14 +17,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jaxmem import _jax, check, find, tracing
+from jaxmem import _jax, check, find, straight, tracing
 from jaxmem.choose import choose, needs_sizes
 from jaxmem.errors import JaxmemWarning, NoStackWarning, check_positive, warn
 from jaxmem.execute import Form
 from jaxmem.find import LayerStack, Where
 from jaxmem.layer import Body
 from jaxmem.plan import Plan
-from jaxmem.policies import Auto, LayerPolicy, NoRemat, Policy
+from jaxmem.policies import Auto, ByLayer, LayerPolicy, NoRemat, Policy, Sqrt
 from jaxmem.problem import Problem
 from jaxmem.stack import Stack, native
 
@@ -106,6 +106,12 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     if not chosen:
         if any(_jax.is_planned(eqn) for _, eqn in found.stacks):
             return _jax.evaluate(closed, args)  # planned already, by a decorator further in
+        if isinstance(choice.policy, ByLayer):
+            return choice.policy.run_straight(closed, args, label)
+        if isinstance(choice.policy, Sqrt) and not found.stacks:
+            cut = straight.by_sqrt(closed, choice.policy)
+            if cut is not None:
+                return straight.run(*cut, args)
         return _checkpoint_whole(closed, args, choice, found, label)
     check.effect(choice.policy)
     check.gradients([info for info, _ in chosen], label)

@@ -20,6 +20,9 @@ from jaxmem.problem import Graph, Operation
 from jaxmem.roofline import Roofline
 from jaxmem.source import source_line
 
+# Names that begin so are jaxmem's, not the user's.
+OWN_NAME = "jaxmem_operation_"
+
 # ---------------------------------------------------------------- types
 
 
@@ -81,7 +84,13 @@ def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
     """What to tell a reader of one of a layer's values."""
     var = layer.values[place]
     made_by = layer.made_by(var)
-    name = "carry" if made_by is None else _jax.name_given_by(made_by) or made_by.primitive.name
+    given = None if made_by is None else _jax.name_given_by(made_by)
+    if given is not None and given.startswith(OWN_NAME):
+        inner = made_by.invars[0]
+        before = layer.made_by(inner) if _jax.is_var(inner) else None
+        given = None if before is None else before.primitive.name
+        made_by = before or made_by
+    name = "input" if made_by is None else given or made_by.primitive.name
     aval = var.aval
     return LayerValue(
         place=place,

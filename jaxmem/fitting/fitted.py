@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
+from jaxmem.fitting.fates import ValueFate
 from jaxmem.fitting.holes import Hole
 from jaxmem.fitting.step_plan import StepPlan, use_plan
 from jaxmem.report import MemoryReport
@@ -19,31 +20,6 @@ class Planned:
 
     hole: Hole
     candidate: Candidate
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueFate:
-    """What becomes of one value of a layer.
-
-    Attributes:
-      stack: the stack that it is of.
-      layers: in how many of its layers.
-      fate: "kept" for the backward pass, sent to the "host", or "computed again".
-      name: its `checkpoint_name`, or the operation that makes it; "carry" for the layer's input.
-      source: the user's line.
-      shape: "bfloat16[8,1024,1024]".
-      bytes: in one layer.
-      seconds: in one layer, of the operation that makes it, by the roofline.
-    """
-
-    stack: str
-    layers: int
-    fate: Literal["kept", "host", "computed again"]
-    name: str
-    source: str
-    shape: str
-    bytes: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +48,11 @@ class Explanation:
         parts = []
         for stack, head in self.heads:
             parts.append(f"{stack}\n{head}")
-            rows = [row for row in self.rows if row.stack == stack]
-            cells = [
-                [
-                    f"{row.layers} ×",
-                    row.fate,
-                    size(row.bytes),
-                    _time(row.seconds),
-                    row.shape,
-                    row.name,
-                    row.source,
-                ]
-                for row in rows
-            ]
-            if cells:
-                parts.append(columns(cells, right=[0, 2, 3]))
+            own = [row for row in self.rows if row.stack.startswith(stack)]
+            for part in dict.fromkeys((row.stack, row.layers) for row in own):
+                if part[0] != stack:
+                    parts.append(f"  {part[0].removeprefix(stack).strip(', ')}")
+                parts += _lines([row for row in own if (row.stack, row.layers) == part])
         off = self.predicted_bytes / self.compiled_bytes - 1
         parts.append(
             f"predicted {size(self.predicted_bytes)}, compiled {size(self.compiled_bytes)} "
@@ -136,22 +102,16 @@ class Fitted:
 
     def explain(self) -> Explanation:
         """What becomes of each value, in the user's names and lines, and how good the plan is."""
-        rows, heads, gap = [], [], 0.0
-        for planned in self._planned:
-            hole = planned.hole
-            heads.append((hole.where, _head(planned)))
-            for count, choice in _layers(planned):
-                keep = hole.keeps[choice]
-                rows += _fates(hole, count, choice)
-                gap = max(gap, 0.0 if keep is None else keep.gap)
+        rows = [row for p in self._planned for row in p.hole.fates(p.candidate)]
+        gap = max((p.hole.gap(p.candidate) for p in self._planned), default=0.0)
         return Explanation(
+            heads=tuple((p.hole.where, _head(p)) for p in self._planned),
             rows=tuple(rows),
             predicted_bytes=self._predicted,
             compiled_bytes=self.report.required_bytes,
             extra_seconds=sum(p.hole.times * p.candidate.seconds for p in self._planned),
             gap=gap,
             closed=self._closed,
-            heads=tuple(heads),
         )
 
     def __repr__(self) -> str:
@@ -163,16 +123,8 @@ class Fitted:
 
 # ---------------------------------------------------------------- implementation
 
-# Values that are less than this share of a layer's bytes and seconds are not listed.
-_SHOWN = 0.005
-
-
-def _layers(planned: Planned) -> tuple[tuple[int, int], ...]:
-    """Pairs of a number of layers and their choice."""
-    candidate = planned.candidate
-    if candidate.kind == "keep":
-        return candidate.runs
-    return ((planned.hole.length, candidate.choice),)
+# Less than this share of what is computed again, or of the largest value, is not listed.
+_CHEAP = 0.01
 
 
 def _head(planned: Planned) -> str:
@@ -182,30 +134,39 @@ def _head(planned: Planned) -> str:
     return f"  {text}" + (f"; {times} such stacks" if times > 1 else "")
 
 
-def _fates(hole: Hole, layers: int, choice: int) -> list[ValueFate]:
-    keep = hole.keeps[choice]
-    if keep is None:
-        return []
-    graph = hole.graph
-    most_bytes, most_seconds = max(graph.bytes), hole.forward_seconds
-    fates: dict[int, Literal["kept", "host", "computed again"]] = {}
-    for operation in keep.again:
-        for place in graph.operations[operation].outputs:
-            fates[place] = "computed again"
-    fates |= dict.fromkeys(keep.kept, "kept")
-    fates |= dict.fromkeys(keep.offloaded, "host")
-    found = []
-    for place in sorted(fates):
-        value = hole.values[place]
-        if value.bytes < _SHOWN * most_bytes and value.seconds < _SHOWN * most_seconds:
+def _lines(rows: list[ValueFate]) -> list[str]:
+    """A table of rows that count, and in a line what the others come to, run by run."""
+    whole = sum(row.seconds for row in rows if row.fate == "computed again") or 1.0
+    most = max((row.bytes for row in rows), default=0)
+    cells, rest = [], []
+    for row in rows:
+        cheap = (
+            row.seconds < _CHEAP * whole
+            if row.fate == "computed again"
+            else (row.bytes < _CHEAP * most)
+        )
+        if cheap:
+            rest.append(row)
             continue
-        found.append(
-            ValueFate(
-                hole.where, layers, fates[place], value.name, value.source, value.shape,
-                value.bytes, value.seconds,
-            )
-        )  # fmt: skip
-    return found
+        cells.append(
+            [
+                f"{row.layers} ×",
+                row.fate,
+                size(row.bytes),
+                _time(row.seconds),
+                row.shape,
+                row.name,
+                row.source,
+            ]
+        )
+    text = [columns(cells, right=[0, 2, 3], indent="    ")] if cells else []
+    if again := [row for row in rest if row.fate == "computed again"]:
+        seconds = sum(row.layers * row.seconds for row in again)
+        text.append(f"    and {len(again)} cheap values computed again, {_time(seconds)} in all")
+    if small := [row for row in rest if row.fate != "computed again"]:
+        total = sum(row.layers * row.bytes for row in small)
+        text.append(f"    and {len(small)} small values kept, {size(total)} in all")
+    return text
 
 
 def _time(seconds: float) -> str:

@@ -1,14 +1,17 @@
-"""What of a step can be planned: its decorated stacks, met while the step is traced.
+"""What of a step can be planned: its decorated regions, met while the step is traced.
 
-A hole is met when its stack is differentiated, since only then is it known what its
-backward pass reads.  Its options are found right there, where the axes of a `shard_map`
-around it are known.  Stacks with the same layer and length are one hole, met several times.
+A stack is met when it is differentiated, since only then is it known what its backward pass
+reads; code without a stack when it is traced.  Options are found right there, where the axes
+of a `shard_map` around it are known.  Regions that compute the same are one hole, met several
+times.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from jaxmem import _jax
+from jaxmem import _jax, tracing
+from jaxmem.fitting.fates import ValueFate, fates
 from jaxmem.fitting.step_plan import HolePlan, input_types
 from jaxmem.layer import Layer, nbytes
 from jaxmem.plan import Plan
@@ -16,51 +19,89 @@ from jaxmem.policies import ByLayer
 from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.problem import Graph
 from jaxmem.roofline import Roofline
+from jaxmem.solve.chain import Again, Kept
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.stacks import Candidate, Choice, candidates
+from jaxmem.straight import Chain, Code
 from jaxmem.values import LayerValue, described, graph_of, working_bytes
 
 # ---------------------------------------------------------------- types
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Hole:
-    """A stack that can be planned, with its options.
+    """A region that can be planned.
 
     Attributes:
       digest, inputs, where: see `HolePlan`.
-      length: number of layers.
-      keeps: the options of a layer, what is kept of it in each; None for everything.
-      choices: their bytes and seconds.
       candidates: the plans that no other beats in bytes and seconds, fastest first.
-      values: the layer's values, by place, as a reader is told of them.
-      graph: the layer as the solver saw it.
-      forward_seconds: one evaluation of the layer, by the roofline.
-      param_bytes: one layer's slice of the stacked inputs.
-      stacks: those of the step that this is.
+      param_bytes: of what it reads of the parameters.
+      met: what tells the regions of the step that this is from each other.
     """
 
     digest: str
     inputs: tuple[str, ...]
     where: str
-    length: int
-    keeps: tuple[Keep | None, ...]
-    choices: tuple[Choice, ...]
     candidates: tuple[Candidate, ...]
-    values: tuple[LayerValue, ...]
-    graph: Graph
-    forward_seconds: float
     param_bytes: int
-    stacks: list[Any]
+    met: list[Any]
 
     @property
     def times(self) -> int:
-        """How many stacks of the step this is."""
-        return len(self.stacks)
+        """How many regions of the step this is."""
+        return len(self.met)
 
     def plan(self, candidate: Candidate) -> HolePlan:
         """A candidate as the plan that is applied."""
+        raise NotImplementedError
+
+    def fates(self, candidate: Candidate) -> list[ValueFate]:
+        """What becomes of the values of its layers."""
+        raise NotImplementedError
+
+    def gap(self, candidate: Candidate) -> float:
+        """How much better, relative to its seconds, a layer's choice could still be."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class StackHole(Hole):
+    """A stack of equal layers.
+
+    Attributes:
+      length: number of layers.
+      keeps: the options of a layer, what is kept of it in each; None for everything.
+      choices: their bytes and seconds.
+      values: the layer's values, by place, as a reader is told of them.
+      graph: the layer as the solver saw it.
+    """
+
+    length: int
+    keeps: tuple[Keep | None, ...]
+    choices: tuple[Choice, ...]
+    values: tuple[LayerValue, ...]
+    graph: Graph
+
+    def plan(self, candidate: Candidate) -> HolePlan:
         return HolePlan(self.digest, self.inputs, self.where, self._plan(candidate))
+
+    def fates(self, candidate: Candidate) -> list[ValueFate]:
+        return [
+            fate
+            for count, choice in self._layers(candidate)
+            if (keep := self.keeps[choice]) is not None
+            for fate in fates(self.where, count, keep, self.graph, self.values)
+        ]
+
+    def gap(self, candidate: Candidate) -> float:
+        keeps = (self.keeps[choice] for _, choice in self._layers(candidate))
+        return max((keep.gap for keep in keeps if keep is not None), default=0.0)
+
+    def _layers(self, candidate: Candidate) -> Sequence[tuple[int, int]]:
+        """Pairs of a number of layers and their choice."""
+        if candidate.kind == "keep":
+            return candidate.runs
+        return ((self.length, candidate.choice),)
 
     def _plan(self, candidate: Candidate) -> Plan:
         if candidate.kind == "revolve":
@@ -72,6 +113,48 @@ class Hole:
     def _policy(self, choice: int) -> KeepPolicy | None:
         keep = self.keeps[choice]
         return keep and KeepPolicy(keep.kept, keep.offloaded, keep.bytes, self.digest)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class StraightHole(Hole):
+    """Code without a stack.
+
+    Attributes:
+      chain: the code, cut into links.
+      values: of each link, its layer's values by place.
+    """
+
+    chain: Chain
+    values: tuple[tuple[LayerValue, ...], ...]
+
+    def plan(self, candidate: Candidate) -> HolePlan:
+        plan = self.chain.plan(self._steps(candidate))
+        return HolePlan(self.digest, self.inputs, self.where, plan)
+
+    def fates(self, candidate: Candidate) -> list[ValueFate]:
+        alike: dict[tuple[int, int], list[int]] = {}
+        for link, option in _kept(self._steps(candidate)):
+            alike.setdefault((id(self.chain.stretches[link]), option), []).append(link)
+        found = []
+        for (_, option), links in alike.items():
+            stretch = self.chain.stretches[links[0]]
+            if (keep := stretch.keeps[option]) is not None:
+                parts = ", ".join(str(link + 1) for link in links)
+                where = f"{self.where}, of its {len(self.values)} parts {parts}"
+                found += fates(where, len(links), keep, stretch.graph, self.values[links[0]])
+        return found
+
+    def gap(self, candidate: Candidate) -> float:
+        keeps = (
+            self.chain.stretches[link].keeps[option]
+            for link, option in _kept(self._steps(candidate))
+        )
+        return max((keep.gap for keep in keeps if keep is not None), default=0.0)
+
+    def _steps(self, candidate: Candidate) -> Sequence[Kept | Again]:
+        plan = self.chain.table.plan(candidate.bytes)
+        assert plan is not None  # it is one of the table's
+        return plan.steps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,9 +169,21 @@ class Collector(ByLayer):
         """Note a stack; it keeps everything."""
         key = layer.digest, stack.form.length
         if key not in self.holes:
-            self.holes[key] = _hole(stack, layer, self.roofline, self.offload)
-        elif not any(stack is known for known in self.holes[key].stacks):
-            self.holes[key].stacks.append(stack)
+            self.holes[key] = _stack_hole(stack, layer, self.roofline, self.offload)
+        elif not any(stack is known for known in self.holes[key].met):
+            self.holes[key].met.append(stack)
+
+    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
+        """Note code without a stack; it runs as it stands."""
+        if not tracing.is_inside_layer():
+            code = Code(closed)
+            key = code.digest, len(code)
+            if key not in self.holes:
+                self.holes[key] = _straight_hole(code, label, self.roofline, self.offload)
+            else:
+                self.holes[key].met.append(closed)
+        with tracing.inside_layer():
+            return _jax.evaluate(closed, args)
 
     def __str__(self) -> str:
         return "looked at by jaxmem.fit"
@@ -97,7 +192,7 @@ class Collector(ByLayer):
 # ---------------------------------------------------------------- implementation
 
 
-def _hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> Hole:
+def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackHole:
     length = stack.form.length
     graph = graph_of(layer, roofline, offload)
     options = [keep for keep in menu(graph) if keep.bytes < _tape_bytes(layer) or keep.offloaded]
@@ -119,7 +214,7 @@ def _hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> Hole:
     )
     _, carry, x = layer.body.split_in(layer.body.jaxpr.in_avals)
     forward = sum(operation.seconds for operation in graph.operations)
-    return Hole(
+    return StackHole(
         digest=layer.digest,
         inputs=input_types(layer),
         where=str(stack.info) if stack.info else f"a stack of {length} layers",
@@ -129,10 +224,49 @@ def _hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> Hole:
         candidates=candidates(length, sum(map(nbytes, carry)), forward, choices),
         values=tuple(described(layer, place, roofline) for place in range(len(layer.values))),
         graph=graph,
-        forward_seconds=forward,
-        param_bytes=sum(map(nbytes, x)),
-        stacks=[stack],
+        param_bytes=length * sum(map(nbytes, x)),
+        met=[stack],
     )
+
+
+def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:
+    chain = Chain(code, roofline, offload)
+    # While a link is reversed its gradient and working space are alive beside what is kept.
+    working = max(
+        stretch.link.gradient_bytes + stretch.link.options[0].work_bytes
+        for stretch in chain.stretches
+    )
+    found = [
+        Candidate(bytes=size, seconds=seconds, kept_bytes=max(size - working, 0))
+        for size, seconds in chain.table.frontier()
+    ]
+    known: dict[str, tuple[LayerValue, ...]] = {}
+    for stretch in chain.stretches:
+        layer = stretch.layer
+        if layer.digest not in known:
+            places = range(len(layer.values))
+            known[layer.digest] = tuple(described(layer, place, roofline) for place in places)
+    return StraightHole(
+        digest=code.digest,
+        inputs=tuple(aval.str_short() for aval in code.closed.in_avals),
+        where=label,
+        candidates=tuple(reversed(found)),
+        param_bytes=sum(nbytes(aval) for aval in code.closed.in_avals if hasattr(aval, "shape")),
+        met=[code],
+        chain=chain,
+        values=tuple(known[stretch.layer.digest] for stretch in chain.stretches),
+    )
+
+
+def _kept(steps: Sequence[Kept | Again]) -> list[tuple[int, int]]:
+    """(link, option) of all that is kept, in stretches that are computed again as well."""
+    found = []
+    for step in steps:
+        if isinstance(step, Kept):
+            found.append((step.link, step.option))
+        else:
+            found += _kept(step.inner)
+    return found
 
 
 def _tape_bytes(layer: Layer) -> int:

@@ -8,15 +8,16 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem import tracing
+from jaxmem import _jax, straight, tracing
 from jaxmem.files import write_whole
 from jaxmem.plan import Plan
 from jaxmem.policies import ByLayer
 from jaxmem.records import from_data, to_data
+from jaxmem.straight import Code, StraightPlan
 
 _VERSION = 1
 
@@ -37,7 +38,7 @@ class HolePlan:
     layer: str
     inputs: tuple[str, ...]
     where: str
-    plan: Plan
+    plan: Plan | StraightPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,9 +169,27 @@ class Filled(ByLayer):
         """
         length = stack.form.length
         for hole in self.plan.holes:
-            if hole.layer == layer.digest and hole.plan.length == length:
-                return hole.plan
-        raise ValueError(_difference(self.plan, stack.info, length, layer))
+            plan = hole.plan
+            if hole.layer == layer.digest and isinstance(plan, Plan) and plan.length == length:
+                return plan
+        what = str(stack.info or "a stack")
+        raise ValueError(_difference(self.plan, what, length, input_types(layer)))
+
+    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
+        """The results of code without a stack, under its plan.
+
+        Raises:
+          ValueError: there is none; says what differs.
+        """
+        if tracing.is_inside_layer():
+            return _jax.evaluate(closed, args)
+        code = Code(closed)
+        for hole in self.plan.holes:
+            if hole.layer == code.digest and isinstance(hole.plan, StraightPlan):
+                with tracing.inside_layer():
+                    return straight.run(code, hole.plan, args)
+        types = tuple(aval.str_short() for aval in closed.in_avals)
+        raise ValueError(_difference(self.plan, label, len(code), types))
 
     def __str__(self) -> str:
         return "a plan of jaxmem.fit"
@@ -188,7 +207,10 @@ def _hole(data: Any, where: str) -> HolePlan:
     if not isinstance(data, dict) or not isinstance(data.get("plan"), dict):
         raise ValueError(f"{where}: expected an object with a plan")
     try:
-        plan = Plan.from_json(json.dumps(data["plan"]))
+        if "straight" in data["plan"]:
+            plan = StraightPlan.from_data(data["plan"]["straight"])
+        else:
+            plan = Plan.from_json(json.dumps(data["plan"]))
     except ValueError as error:
         raise ValueError(f"{where}.plan: {error}") from None
     names = [field.name for field in dataclasses.fields(HolePlan) if field.name != "plan"]
@@ -203,11 +225,10 @@ def _hole(data: Any, where: str) -> HolePlan:
     return HolePlan(data["layer"], tuple(inputs), data["where"], plan)
 
 
-def _difference(plan: StepPlan, info: Any, length: int, layer: Any) -> str:
-    what = f"{info or 'a stack'} is not in the plan"
+def _difference(plan: StepPlan, what: str, length: int, inputs: tuple[str, ...]) -> str:
+    what = f"{what} is not in the plan"
     if not plan.holes:
         return f"{what}, which is empty; fit this step anew"
-    inputs = input_types(layer)
 
     def distance(hole: HolePlan) -> int:
         same = sum(a == b for a, b in zip(hole.inputs, inputs, strict=False))
@@ -218,9 +239,10 @@ def _difference(plan: StepPlan, info: Any, length: int, layer: Any) -> str:
     near = min(plan.holes, key=distance)
     parts = []
     if near.plan.length != length:
-        parts.append(f"it is for {near.plan.length} layers, and there are {length}")
+        what_of = "layers" if isinstance(near.plan, Plan) else "operations"
+        parts.append(f"it is for {near.plan.length} {what_of}, and there are {length}")
     if len(near.inputs) != len(inputs):
-        parts.append(f"its layer takes {len(near.inputs)} arrays, and this one {len(inputs)}")
+        parts.append(f"it takes {len(near.inputs)} arrays, and here are {len(inputs)}")
     parts += [
         f"it takes {old} where there is {new}"
         for old, new in zip(near.inputs, inputs, strict=False)

@@ -62,7 +62,7 @@ class Keep:
 def keep_within(graph: Graph, budget: int, time_limit: float = 2.0) -> Keep | None:
     """The fastest that keeps at most `budget` bytes on the device, or None if nothing does.
 
-    Solved to a relative gap of 1e-4 unless `time_limit` (seconds) comes first;
+    Solved to a relative gap of 1e-6 unless `time_limit` (seconds) comes first;
     `Keep.gap` says what was reached.
 
     >>> from jaxmem.problem import Graph, Operation
@@ -224,7 +224,7 @@ class _Model:
         # HiGHS' tolerances are absolute, about 1e-7: the largest cost becomes 1000.
         return float(cost.max(initial=0.0)) / 1e3 or 1.0
 
-    def _solve(self, cost, whole, limit=None, budget=None, gap=1e-4):
+    def _solve(self, cost, whole, limit=None, budget=None, gap=1e-6):
         rows = [optimize.LinearConstraint(self.matrix, self.least)] if len(self.least) else []
         most: Any = np.ones(self.columns)
         if budget is not None:

@@ -1,0 +1,172 @@
+"""Optimal plans for a chain of links, for every budget at once.
+
+Links that differ go through a dynamic program on memory in slots
+(`jaxmem.solve.unequal`; Beaumont et al. 2019, Zhao et al. 2023); links that are
+all the same through a recurrence on their number (`jaxmem.solve.uniform`).
+Either proposes plans; each is then counted in bytes, and the best are kept.
+
+Known gap: the plans are persistent, which means that what is kept stays until
+its link is reversed.  Without that the optimum is a little better now and then.
+"""
+
+import bisect
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from jaxmem.solve.links import (
+    Again,
+    Carried,
+    ChainPlan,
+    Kept,
+    Link,
+    Option,
+    Steps,
+    extra_seconds,
+    peak_bytes,
+)
+from jaxmem.solve.unequal import Table
+from jaxmem.solve.uniform import UniformTable
+
+__all__ = ["Again", "ChainPlan", "ChainTable", "Kept", "Link", "Option", "solve_chain"]
+
+# ---------------------------------------------------------------- types
+
+
+class ChainTable:
+    """The plans for one chain that no other one found beats in both bytes and seconds."""
+
+    def __init__(self, found: Iterable[tuple[int, float, Callable[[], Steps]]]):
+        self._found: list[tuple[int, float, Callable[[], Steps]]] = []
+        for point in sorted(found, key=lambda point: point[:2]):
+            # Sums of the same seconds in another order differ in the last digits.
+            if not self._found or point[1] < self._found[-1][1] * (1 - 1e-12):
+                self._found.append(point)
+
+    def plan(self, budget: int) -> ChainPlan | None:
+        """The fastest plan within `budget` bytes, None if there is none."""
+        at = bisect.bisect_right(self._found, budget, key=lambda point: point[0])
+        if at == 0:
+            return None
+        bytes, seconds, steps = self._found[at - 1]
+        return ChainPlan(bytes, seconds, steps())
+
+    def frontier(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of the plans: more bytes and fewer seconds from one to the next."""
+        return [(bytes, seconds) for bytes, seconds, _ in self._found]
+
+
+# ---------------------------------------------------------------- API
+
+
+def solve_chain(
+    links: Sequence[Link], slots: int = 500, carried: Carried | None = None
+) -> ChainTable:
+    """The best persistent plans for a chain, from the fewest bytes to no work done again.
+
+    What is counted, and how the paper's sizes map to these, stands in
+    `jaxmem.solve.links`.  A plan never needs more than its budget.  The best is
+    found when all sizes are multiples of some unit and the fastest plan has at
+    most `slots` of it; else it is the best but for budgets being cut into
+    `slots` pieces (finer ones for small budgets), some per cent of the extra
+    seconds at most.  Of more than 100 unequal links the pieces are fewer.
+
+    Args:
+      links: in the order in which they are evaluated; the first one's input is
+        there throughout and not counted.
+      slots: how finely budgets are told apart.
+      carried: `carried(i, j)`, the bytes that holding the input of link j adds
+        when that of link i < j is held (what passes through both is one array);
+        by default all of it.
+
+    Raises:
+      ValueError: there is no link.
+
+    >>> option = Option(tape_bytes=3, seconds=0.0, input_bytes=1, output_bytes=1)
+    >>> link = Link(seconds=1.0, carry_bytes=1, options=(option,), gradient_bytes=1)
+    >>> table = solve_chain([link] * 10)
+    >>> table.frontier()[:3]
+    [(4, 45.0), (5, 20.0), (6, 14.0)]
+    >>> table.plan(21).seconds
+    0.0
+    """
+    links = tuple(links)
+    if not links:
+        raise ValueError("a chain without links has no plan: pass at least one Link")
+    most = _PASSES * sum(link.seconds for link in links)
+    return ChainTable(point for point in _found(links, slots, carried) if point[1] <= most)
+
+
+# ---------------------------------------------------------------- implementation
+
+# Plans that take more forward passes than this are left out: no one wants them, and their
+# nesting is deeper than Python's recursion.  Chains of up to 120 equal links have none.
+_PASSES = 60
+# Small budgets get tables of their own with finer slots; so many in all.
+_RANGES = 3
+
+
+def _found(links: tuple[Link, ...], slots: int, carried: Carried | None):
+    uniform = carried is None and links == links[:1] * len(links)
+    if not uniform:
+        slots = max(slots * 100 // max(len(links), 100), 50)
+    options = [min(link.options, key=lambda option: option.seconds) for link in links]
+    fastest = tuple(
+        Kept(s, link.options.index(option))
+        for s, (link, option) in enumerate(zip(links, options, strict=True))
+    )
+    most = peak_bytes(fastest, links, carried)
+    yield most, extra_seconds(fastest, links), lambda: fastest
+    least = min(_least(link) for link in links)
+    for count, unit in _grids(links, most - least, slots, carried):
+        if uniform:
+            table = UniformTable(links[0], len(links), count, unit, least)
+        else:
+            table = Table(links, count, unit, least, carried)
+        bytes, seconds = table.points()
+        if not np.isfinite(seconds[-1]):
+            return
+        for m in range(count + 1):
+            if not np.isfinite(seconds[m]) or (m and seconds[m] == seconds[m - 1]):
+                continue
+            if uniform:
+                yield round(bytes[m]), float(seconds[m]), functools.partial(table.steps, m)
+            else:  # such a table is large: plans are read from it at once
+                steps = table.steps(m)
+                size = peak_bytes(steps, links, carried)
+                yield size, extra_seconds(steps, links), functools.partial(tuple, steps)
+
+
+def _grids(links, width: int, slots: int, carried: Carried | None):
+    """(slots, unit) of each table, for budgets that go `width` beyond the least one."""
+    sizes = math.gcd(width, *_sizes(links, carried))
+    if width <= slots * sizes:
+        yield (width // sizes if sizes else 0), sizes or 1
+        return
+    # The finest tells half a carry apart; the others are spread evenly between.
+    carry = sum(link.carry_bytes for link in links) / len(links)
+    finer = max(slots * carry / 2 / width, 1e-9) ** (1 / (_RANGES - 1))
+    for k in range(_RANGES):
+        yield slots, width * min(finer, 0.5) ** k / slots
+
+
+def _least(link: Link) -> int:
+    """What reversing this link needs at least, with its input held by others."""
+    return min(
+        option.tape_bytes
+        - option.input_bytes
+        + max(link.carry_bytes - option.output_bytes, option.work_bytes)
+        for option in link.options
+    )
+
+
+def _sizes(links: Sequence[Link], carried: Carried | None):
+    for link in set(links):
+        yield from (link.carry_bytes, link.gradient_bytes, link.overhead_bytes)
+        for option in link.options:
+            yield from (option.tape_bytes, option.work_bytes)
+            yield from (option.input_bytes, option.output_bytes)
+    if carried:
+        yield from (carried(i, j) for j in range(len(links)) for i in range(j))

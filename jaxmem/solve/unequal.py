@@ -1,0 +1,217 @@
+"""Dynamic program over the stretches of a chain whose links differ.
+
+Beaumont et al. (2019), with Rockmate's choice among several ways to keep a link
+(Zhao et al. 2023, arXiv 2307.01236).  Two tables over (first link s, last link t,
+budget m), of seconds of extra work:
+
+    held[s][t, m]    the input of s is held, outside m
+    loose[s][t, m]   it is not: m has to pay for it if something wants it
+
+A stretch s..s'-1 is evaluated again, or s is kept with one of its options; the
+rest is another stretch.  Whole blocks over (t, m) are handled at once, so that L
+links and M budgets take L²/2 block operations of at most L M numbers.
+
+Budgets are multiples of a unit; sizes are not rounded.  Each cell also has the
+bytes that its plan really needs, and a budget takes the plan of the next larger
+cell where that one's real need fits.  So a plan never exceeds its budget, and
+what rounding loses does not add up along the chain.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxmem.solve.links import Again, Carried, Kept, Link, Steps
+
+_PAY = np.iinfo(np.int16).max  # in `loose`: keep the input, then go on as in `held`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cells:
+    """The best for each last link and budget: seconds, bytes, and what starts it.
+
+    A choice is an option of the first link, or minus the length of the stretch
+    that is evaluated again.
+    """
+
+    seconds: np.ndarray
+    bytes: np.ndarray
+    choice: np.ndarray
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int]) -> "_Cells":
+        return cls(np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape, np.int16))
+
+    def improve(self, rows: slice, seconds: np.ndarray, bytes: np.ndarray, choice: int) -> None:
+        better = seconds < self.seconds[rows]
+        np.copyto(self.seconds[rows], seconds, where=better)
+        np.copyto(self.bytes[rows], bytes, where=better)
+        self.choice[rows][better] = choice
+
+
+class Table:
+    """The tables for budgets `least`, `least` + `unit`, ..., `least` + `slots` × `unit`."""
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        slots: int,
+        unit: float,
+        least: int,
+        carried: Carried | None,
+    ):
+        self.links, self.unit, self.carried = links, unit, carried
+        # A hair above the multiples, so that sums of floats that should be equal are.
+        self.budgets = least + unit * (np.arange(slots + 1) + 1e-6)
+        self.gradients = np.array([link.gradient_bytes for link in links], dtype=float)
+        self.held: list[_Cells] = []
+        self.loose: list[_Cells] = []
+        for s in range(len(links) - 1, -1, -1):
+            self._fill(s)
+
+    def points(self) -> tuple[np.ndarray, np.ndarray]:
+        """(bytes, seconds) of the whole chain, for each budget; infinite where it does not fit."""
+        cells = self._at(0, True)
+        return cells.bytes[-1], cells.seconds[-1]
+
+    def steps(self, m: int) -> Steps:
+        """A plan that takes these seconds."""
+        return self._steps(0, len(self.links) - 1, m)
+
+    # ------------------------------------------------------------ filling
+
+    def _at(self, s: int, held: bool) -> _Cells:
+        return (self.held if held else self.loose)[len(self.links) - 1 - s]
+
+    def _fill(self, s: int) -> None:
+        shape = (len(self.links) - s, len(self.budgets))
+        for held, tables in ((True, self.held), (False, self.loose)):
+            tables.append(_Cells.empty(shape))
+            if s == 0 and not held:
+                break
+            for option in range(len(self.links[s].options)):
+                self._keep(s, option, held)
+            if held:
+                self._again(s)
+            else:
+                paid = self._less(self._at(s, True), self.links[s - 1].carry_bytes)
+                tables[-1].improve(slice(None), *paid, _PAY)
+
+    def _keep(self, s: int, choice: int, held: bool) -> None:
+        charge, waiting = self._charge(s, choice, held)
+        link, option = self.links[s], self.links[s].options[choice]
+        forward = charge + waiting + link.carry_bytes - option.output_bytes
+        backward = charge + option.work_bytes + link.gradient_bytes
+        needs = np.maximum(self.gradients[s:] + forward, backward)[:, None]
+        seconds = np.zeros((len(self.links) - s, len(self.budgets)))
+        bytes = np.zeros_like(seconds)
+        if len(seconds) > 1:
+            seconds[1:], bytes[1:] = self._rest(s + 1, self._price(s, choice, held), charge)
+        seconds += option.seconds
+        self._offer(s, held, slice(None), seconds, np.maximum(bytes, needs), choice)
+
+    def _again(self, s: int) -> None:
+        seconds, widest, before = 0.0, 0, 0
+        cells = self._at(s, True)
+        for after in range(s + 1, len(self.links)):
+            link = self.links[after - 1]
+            seconds += link.seconds
+            widest = max(widest, before + link.carry_bytes + link.overhead_bytes)
+            before = link.carry_bytes
+            rest, bytes = self._rest(after, self._price(s, s - after, True))
+            # Row after-1 is final: all that splits there has been tried.
+            row = after - 1 - s
+            needs = np.maximum(cells.bytes[row], self.gradients[after:, None] + widest)
+            rows = slice(after - s, None)
+            found = rest + (cells.seconds[row] + seconds)
+            self._offer(s, True, rows, found, np.maximum(bytes, needs), s - after)
+
+    def _offer(self, s, held, rows, seconds, bytes, choice) -> None:
+        seconds = np.where(bytes <= self.budgets, seconds, np.inf)
+        self._at(s, held).improve(rows, seconds, bytes, choice)
+
+    def _charge(self, s: int, choice: int, held: bool) -> tuple[int, int]:
+        """Bytes held by a kept link, and of its input while it is evaluated."""
+        option = self.links[s].options[choice]
+        if held:
+            return option.tape_bytes - option.input_bytes, 0
+        return option.tape_bytes, max(self.links[s - 1].carry_bytes - option.input_bytes, 0)
+
+    def _price(self, s: int, choice: int, held: bool) -> int:
+        """Bytes that holding the input of what follows adds."""
+        after = s + 1 if choice >= 0 else s - choice
+        price = self.links[after - 1].carry_bytes
+        if choice >= 0:
+            price -= self.links[s].options[choice].output_bytes
+        return min(price, self.carried(s, after)) if held and self.carried else price
+
+    def _rest(self, s: int, price: int, charge: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """What follows, with `charge` held: its first input held too, or not, if that is better."""
+        if price <= 0:
+            return self._less(self._at(s, True), charge)
+        loose = self._less(self._at(s, False), charge)
+        if price >= self.links[s - 1].carry_bytes:
+            return loose  # there, this has been tried
+        held = self._less(self._at(s, True), charge + price)
+        better = (held[0] < loose[0]) | ((held[0] == loose[0]) & (held[1] < loose[1]))
+        return np.where(better, held[0], loose[0]), np.where(better, held[1], loose[1])
+
+    def _less(self, cells: _Cells, by: int) -> tuple[np.ndarray, np.ndarray]:
+        """The best with `by` bytes held besides, of each budget."""
+        if by == 0:
+            return cells.seconds, cells.bytes
+        near, far = self._moves(by)
+        seconds, bytes = _moved(cells.seconds, near), _moved(cells.bytes, near) + by
+        if near != far:
+            over = bytes > self.budgets
+            np.copyto(seconds, _moved(cells.seconds, far), where=over)
+            np.copyto(bytes, _moved(cells.bytes, far) + by, where=over)
+        return seconds, bytes
+
+    def _moves(self, by: int) -> tuple[int, int]:
+        slots = by / self.unit
+        return int(np.floor(slots + 1e-6)), int(np.ceil(slots - 1e-6))
+
+    # ------------------------------------------------------------ reading
+
+    def _steps(self, s: int, t: int, m: int) -> Steps:
+        steps: list[Kept | Again] = []
+        held = True
+        while s <= t:
+            choice = int(self._at(s, held).choice[t - s, m])
+            if choice == _PAY:
+                m = self._look(s, t, m, True, self.links[s - 1].carry_bytes)[2]
+                choice, held = int(self._at(s, True).choice[t - s, m]), True
+            charge, after, price = 0, s - choice, self._price(s, choice, held) if s < t else 0
+            if choice >= 0:
+                steps.append(Kept(s, choice))
+                charge, after = self._charge(s, choice, held)[0], s + 1
+            else:
+                steps.append(Again(s, after, self._steps(s, after - 1, m)))
+            s = after
+            if s <= t:
+                ways = [(False, charge), (True, charge + price)]
+                if price <= 0:
+                    ways = ways[1:]
+                elif price >= self.links[s - 1].carry_bytes:
+                    ways = ways[:1]
+                looks = [(self._look(s, t, m, *way), way[0]) for way in ways]
+                (_, _, m), held = min(looks, key=lambda look: look[0][:2])
+        return tuple(steps)
+
+    def _look(self, s: int, t: int, m: int, held: bool, by: int) -> tuple[float, float, int]:
+        """One cell of `_less`: seconds, bytes with these, and the budget it is found at."""
+        cells, (near, far) = self._at(s, held), self._moves(by)
+        if m < near or cells.bytes[t - s, m - near] + by > self.budgets[m]:
+            near = far
+        if m < near:
+            return np.inf, np.inf, 0
+        return cells.seconds[t - s, m - near], cells.bytes[t - s, m - near] + by, m - near
+
+
+def _moved(table: np.ndarray, by: int) -> np.ndarray:
+    moved = np.full_like(table, np.inf)
+    by = min(by, table.shape[1])
+    moved[:, by:] = table[:, : table.shape[1] - by]
+    return moved

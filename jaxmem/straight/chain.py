@@ -1,0 +1,241 @@
+"""Straight-line code as the chain that solvers know: links with options, and plans back again."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.counting import kind_of
+from jaxmem.layer import Layer, nbytes
+from jaxmem.policies import Sqrt
+from jaxmem.problem import Graph, Operation
+from jaxmem.roofline import Roofline
+from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chain
+from jaxmem.solve.keep import Keep, menu
+from jaxmem.straight.code import NAME, Code
+from jaxmem.straight.plan import Piece, StraightPlan
+from jaxmem.values import graph_of, working_bytes
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """What of one link can be kept, the same for all that compute the same.
+
+    Attributes:
+      layer: the stretch as a layer.
+      graph: as its solver saw it.
+      keeps: the options; None for everything.
+      link: for the chain.
+    """
+
+    layer: Layer
+    graph: Graph
+    keeps: tuple[Keep | None, ...]
+    link: Link
+
+
+class Chain:
+    """Code cut into links, each with its options.
+
+    Attributes:
+      code, cuts: what was cut, and where.
+      stretches: one for each link.
+      table: the plans that no other beats in bytes and seconds.
+    """
+
+    def __init__(
+        self, code: Code, roofline: Roofline, offload: bool = False, points: int = 4
+    ) -> None:
+        self.code, self.cuts = code, code.cuts()
+        known: dict[str, Stretch] = {}
+        self.stretches: list[Stretch] = []
+        for first, last in self.spans:
+            layer = code.layer(first, last)
+            if layer.digest not in known:
+                known[layer.digest] = _stretch(layer, roofline, offload, points)
+            self.stretches.append(known[layer.digest])
+        links = [
+            dataclasses.replace(stretch.link, carry_bytes=self._given(last))
+            for stretch, (_, last) in zip(self.stretches, self.spans, strict=True)
+        ]
+        self.table: ChainTable = solve_chain(links, slots=200, carried=self._carried)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last operation of each link."""
+        return list(zip(self.cuts, self.cuts[1:], strict=False))
+
+    def plan(self, steps: Sequence[Kept | Again]) -> StraightPlan:
+        """A plan of the chain as one of the code."""
+        return StraightPlan(len(self.code), _joined([self._piece(step) for step in steps]))
+
+    # ------------------------------------------------------------ implementation
+
+    def _piece(self, step: Kept | Again) -> Piece:
+        if isinstance(step, Again):
+            inner = _joined([self._piece(one) for one in step.inner])
+            return Piece(self.cuts[step.first], self.cuts[step.last], inner=inner)
+        first, last = self.spans[step.link]
+        stretch = self.stretches[step.link]
+        keep = stretch.keeps[step.option]
+        if keep is None:
+            return Piece(first, last)
+        kept = _operations(stretch.layer, keep.kept)
+        sent = _operations(stretch.layer, keep.offloaded)
+        # Names are given by place in the code, and a stretch met before stood elsewhere.
+        shift = first - _first(stretch.layer)
+        return Piece(first, last, tuple(k + shift for k in kept), tuple(k + shift for k in sent))
+
+    def _given(self, at: int) -> int:
+        return self.code.alive_bytes(at)
+
+    def _carried(self, i: int, j: int) -> int:
+        """What the input of link j adds where that of link i is held."""
+        held = set(self.code.alive[self.cuts[i]])
+        return sum(nbytes(v.aval) for v in self.code.alive[self.cuts[j]] if v not in held)
+
+
+# ---------------------------------------------------------------- API
+
+# What a policy that knows no target goes by: an H100.
+_ANY = Roofline(matrix_peak=989e12, bandwidth=3.35e12)
+
+
+def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | None:
+    """Code with the plan of fewest bytes that computes nothing more than `levels` times again.
+
+    Where there is no scan this is what cutting into segments comes to, sizes looked at.
+    None if there is no place to cut at.
+    """
+    code = Code(closed)
+    chain = Chain(code, _ANY, points=0)
+    if len(chain.stretches) < 2:
+        return None
+    forward = sum(stretch.link.seconds for stretch in chain.stretches)
+    within = [
+        size for size, seconds in chain.table.frontier() if seconds <= policy.levels * forward
+    ]
+    best = chain.table.plan(min(within)) if within else None
+    return None if best is None else (code, chain.plan(best.steps))
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> Stretch:
+    graph = graph_of(layer, roofline, offload)
+    names = {
+        place
+        for place, var in enumerate(layer.values)
+        if (eqn := layer.made_by(var)) is None or _jax.name_given_by(eqn) is not None
+    }
+    _, carry, _ = layer.body.split_in(layer.linearised.jaxpr.invars)
+    results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
+    unnamed = _unnamed(layer)
+    outs = {*results, *(layer.values[unnamed[place]] for place in _places(layer, results))}
+    # The next link holds its input in most plans, so that keeping a result is often free.
+    sizes = tuple(
+        size // 2 if layer.values[place] in outs else size for place, size in enumerate(graph.bytes)
+    )
+    graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
+    as_it_stands = _by_compiler(layer, graph)
+    options = [keep for keep in menu(graph, points=points) if keep.bytes < as_it_stands.bytes]
+
+    def option(kept: Sequence[int], seconds: float, work: int) -> Option:
+        values = [layer.values[place] for place in kept]
+        return Option(
+            tape_bytes=sum(nbytes(var.aval) for var in values),
+            seconds=max(seconds, 0.0),
+            work_bytes=work,
+            input_bytes=sum(nbytes(var.aval) for var in values if var in carry),
+            output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
+        )
+
+    choices = [option(as_it_stands.kept, 0.0, working_bytes(layer))]
+    for keep in options:
+        work = working_bytes(layer.keeping(keep.kept, keep.offloaded))
+        choices.append(option(keep.kept, keep.seconds, work))
+    out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
+    link = Link(
+        seconds=sum(operation.seconds for operation in graph.operations),
+        carry_bytes=out_bytes,
+        options=tuple(choices),
+        gradient_bytes=out_bytes,
+    )
+    return Stretch(layer, graph, (None, *options), link)
+
+
+def _by_compiler(layer: Layer, graph: Graph) -> Keep:
+    """What is in memory of code that is under no checkpoint.
+
+    Outside of loops a compiler computes again by itself, inside of what reads it, whatever is
+    elementwise; so kept is the least from which all follows without a kernel.
+    """
+    unnamed = _unnamed(layer)
+    operations = tuple(
+        Operation(
+            inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
+            outputs=one.outputs,
+            seconds=0.0 if kind_of(eqn) in ("fused", "view") else one.seconds,
+        )
+        for one, eqn in zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
+        if _jax.name_given_by(eqn) is None
+    )
+    everywhere = frozenset(range(len(graph.bytes)))
+    plain = Graph(
+        bytes=graph.bytes,
+        operations=operations,
+        free=graph.free,
+        wanted=frozenset(unnamed[place] for place in graph.wanted),
+        keepable=everywhere - graph.free,
+        keep_seconds=(0.0,) * len(graph.bytes),
+    )
+    return menu(plain, points=0)[0]
+
+
+def _places(layer: Layer, atoms: Sequence[Any]) -> list[int]:
+    wanted = {atom for atom in atoms if _jax.is_var(atom)}
+    return [place for place, var in enumerate(layer.values) if var in wanted]
+
+
+def _unnamed(layer: Layer) -> list[int]:
+    """For each value's place, that of the value which it is but for its name."""
+    places = {var: place for place, var in enumerate(layer.values)}
+    found = list(range(len(layer.values)))
+    for eqn in layer.linearised.jaxpr.eqns:
+        if _jax.name_given_by(eqn) is not None and _jax.is_var(eqn.invars[0]):
+            found[places[eqn.outvars[0]]] = found[places[eqn.invars[0]]]
+    return found
+
+
+def _operations(layer: Layer, places: Sequence[int]) -> list[int]:
+    """The operations of the code whose results these values are; inputs are kept anyway."""
+    found = []
+    for place in places:
+        eqn = layer.made_by(layer.values[place])
+        name = None if eqn is None else _jax.name_given_by(eqn)
+        if name is not None and name.startswith(NAME):
+            found.append(int(name.removeprefix(NAME)))
+    return sorted(set(found))
+
+
+def _first(layer: Layer) -> int:
+    """The place in the code of the first operation of a stretch."""
+    names = map(_jax.name_given_by, layer.linearised.jaxpr.eqns)
+    return min(int(name.removeprefix(NAME)) for name in names if name and name.startswith(NAME))
+
+
+def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Neighbours that keep everything as one piece."""
+    found: list[Piece] = []
+    for piece in pieces:
+        plain = piece.keep is None and not piece.inner
+        if found and plain and found[-1].keep is None and not found[-1].inner:
+            found[-1] = Piece(found[-1].first, piece.last)
+        else:
+            found.append(piece)
+    return tuple(found)

@@ -1,0 +1,208 @@
+"""Straight-line code: a traced function as a chain of stretches, cut where little is alive.
+
+A Python loop over layers, a U-net, towers that meet again: no scan, only operations in an
+order.  At each place between two operations some values are alive, made before and read
+after.  Where these are few bytes (bottlenecks, where a single value is), the chain is cut.
+What passes by, such as the skip connections of a U-net, is alive at all the cuts that it
+crosses, and counts once.
+"""
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.counting import kind_of
+from jaxmem.layer import Body, Layer, Wrt, cheap_values, nbytes
+from jaxmem.values import OWN_NAME
+
+# Under such a name the result of each operation appears to `jax.checkpoint`.
+NAME = OWN_NAME
+
+# ---------------------------------------------------------------- API
+
+
+class Code:
+    """A traced function, its operations in an order that is good to cut.
+
+    Attributes:
+      closed: the jaxpr, jits looked into; what follows from parameters alone is computed
+        right in front of what first reads it.
+      alive: for each place between operations, from before the first to after the last, the
+        values that are made before and read after it.
+    """
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        inlined = closed
+        if _jax.has_jit(closed):
+            run = functools.partial(_jax.evaluate, closed, special=_jax.without_jit)
+            inlined = _jax.trace(lambda *flat: run(flat), closed.in_avals)
+        self.closed = _jax.reordered(inlined, _late(inlined))
+        self.eqns: Sequence[Any] = self.closed.jaxpr.eqns
+        self.alive = self._alive()
+
+    def __len__(self) -> int:
+        return len(self.eqns)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What tells this code from other: types and operations."""
+        numbers: dict[Any, int] = {}
+        lines = [str(aval) for aval in self.closed.in_avals]
+        for var in (*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars):
+            numbers[var] = len(numbers)
+        for eqn in self.eqns:
+            ins = [numbers[a] if _jax.is_var(a) else str(a) for a in eqn.invars]
+            for var in eqn.outvars:
+                numbers[var] = len(numbers)
+            lines.append(f"{eqn.primitive.name} {ins} {[str(var.aval) for var in eqn.outvars]}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def alive_bytes(self, at: int) -> int:
+        """Bytes alive at a place, inputs of the function not counted."""
+        return sum(nbytes(var.aval) for var in self.alive[at])
+
+    def cuts(self, most: int = 48) -> list[int]:
+        """Places to cut at, among them 0 and the end; at most so many stretches."""
+        count = len(self)
+        sizes = [self.alive_bytes(at) for at in range(count + 1)]
+        made = [
+            sum(nbytes(v.aval) for v in eqn.outvars if hasattr(v.aval, "shape"))
+            for eqn in self.eqns
+        ]
+        total = [0]
+        for size in made:
+            total.append(total[-1] + size)
+        window = total[-1] / 24
+        good, low, high = [], 0, 0
+        for at in range(1, count):
+            while total[at] - total[low] > window:
+                low += 1
+            while high < count and total[high] - total[at] <= window:
+                high += 1
+            near = min(sizes[max(low, 1) : min(high, count - 1) + 1])
+            # Behind an operation that is fused with what it reads, not in front of it.
+            fused = kind_of(self.eqns[at]) in ("fused", "view") and sizes[at + 1] <= sizes[at]
+            if sizes[at] <= 1.05 * near and not fused:
+                good.append(at)
+        good = _spread(good, total, sizes, total[-1] / (4 * most))
+        if len(good) > most - 1:
+            good = [good[round(k * (len(good) - 1) / (most - 2))] for k in range(most - 1)]
+        return [0, *dict.fromkeys(good), count]
+
+    def reads(self, first: int, last: int) -> list[Any]:
+        """What operations first..last-1 read and do not make."""
+        made: set[Any] = set()
+        found: dict[Any, None] = {}
+        for eqn in self.eqns[first:last]:
+            for atom in eqn.invars:
+                if _jax.is_var(atom) and atom not in made:
+                    found[atom] = None
+            made.update(eqn.outvars)
+        return list(found)
+
+    def gives(self, first: int, last: int) -> list[Any]:
+        """What operations first..last-1 make and others, or the caller, read."""
+        made = {var for eqn in self.eqns[first:last] for var in eqn.outvars}
+        return [var for var in self.alive[last] if var in made]
+
+    def run(self, first: int, last: int, values: Sequence[Any]) -> list[Any]:
+        """Evaluate a stretch from what it `reads` to what it `gives`."""
+        return _jax.evaluate(
+            self.closed,
+            [None] * len(self.closed.jaxpr.invars),
+            only=frozenset(range(first, last)),
+            given=dict(zip(self.reads(first, last), values, strict=True)),
+            outs=self.gives(first, last),
+            each=_named,
+        )
+
+    def layer(self, first: int, last: int) -> Layer:
+        """A stretch as a layer: parameters and inputs of the function first, then what is alive."""
+        inputs = {*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars}
+        reads = sorted(self.reads(first, last), key=lambda var: var not in inputs)
+        order = self.reads(first, last)
+
+        def run(*flat: Any) -> list[Any]:
+            values = dict(zip(reads, flat, strict=True))
+            return self.run(first, last, [values[var] for var in order])
+
+        avals = [var.aval for var in reads]
+        traced = _jax.trace(run, avals)
+        num_consts = sum(var in inputs for var in reads)
+        wrt = Wrt(
+            tuple(_jax.has_tangent(aval) for aval in avals),
+            tuple(_jax.has_tangent(aval) for aval in traced.out_avals),
+        )
+        return Layer(Body(traced, num_consts, len(reads) - num_consts), wrt)
+
+    # ------------------------------------------------------------ implementation
+
+    def _alive(self) -> list[list[Any]]:
+        jaxpr = self.closed.jaxpr
+        last_read: dict[Any, int] = {}
+        for at, eqn in enumerate(self.eqns):
+            last_read.update((a, at) for a in eqn.invars if _jax.is_var(a))
+        last_read.update((a, len(self.eqns)) for a in jaxpr.outvars if _jax.is_var(a))
+        alive: list[list[Any]] = [[]]
+        for at, eqn in enumerate(self.eqns):
+            here = [var for var in alive[-1] if last_read[var] > at]
+            here += [var for var in eqn.outvars if last_read.get(var, -1) > at]
+            alive.append(here)
+        return alive
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _named(place: int, outs: Sequence[Any]) -> list[Any]:
+    return [checkpoint_name(out, f"{NAME}{place}") if _is_array(out) else out for out in outs]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array) and value.dtype != jax.dtypes.float0
+
+
+def _late(closed: ClosedJaxpr) -> list[int]:
+    """The order of the equations with those that read only parameters as late as can be."""
+    jaxpr = closed.jaxpr
+    cheap = cheap_values(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
+    makers = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    order: list[int] = []
+    placed: set[int] = set()
+
+    def place(at: int) -> None:
+        if at in placed:
+            return
+        placed.add(at)
+        for atom in jaxpr.eqns[at].invars:
+            if _jax.is_var(atom) and atom in makers:
+                place(makers[atom])
+        order.append(at)
+
+    for at, eqn in enumerate(jaxpr.eqns):
+        if eqn.effects or not all(var in cheap for var in eqn.outvars):
+            place(at)
+    for at in range(len(jaxpr.eqns)):
+        place(at)
+    return order
+
+
+def _spread(
+    places: list[int], total: Sequence[int], sizes: Sequence[int], least: float
+) -> list[int]:
+    """Of places so near to each other that next to nothing is made between, the smallest."""
+    found: list[int] = []
+    for at in places:
+        if found and total[at] - total[found[-1]] < least:
+            if sizes[at] <= sizes[found[-1]]:
+                found[-1] = at
+        else:
+            found.append(at)
+    return found
