@@ -12,6 +12,7 @@ Three things are needed that jax's public API does not give:
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -288,6 +289,12 @@ def unfilled(aval: Aval, length: int) -> Any:
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.numpy.empty((length, *aval.shape), aval.dtype)
     return ad_util.zeros_like_aval(stacked(aval, length))
+
+
+def shards() -> int:
+    """How many devices run what is traced now, each its own copy: those of a `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in getattr(mesh, "manual_axes", ()))
 
 
 def has_tangent(aval: Aval) -> bool:

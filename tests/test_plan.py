@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxmem import Plan, policies
 from jaxmem.choose import choose, needs_sizes
-from jaxmem.plan import blocks
+from jaxmem.solve.periodic import blocks
 from jaxmem.problem import Problem
 
 LENGTHS = (0, 1, 2, 3, 7, 16, 61, 64)

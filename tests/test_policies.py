@@ -154,7 +154,8 @@ def test_an_unknown_name_lists_the_known():
         policies.parse("sqr")
     assert str(error.value) == (
         "unknown remat policy 'sqr'; known are 'none', 'full', 'dots', 'dots_no_batch', 'sqrt', "
-        "'revolve', 'offload', 'names', or pass a policy from jaxmem.policies or a jaxmem.Plan"
+        "'revolve', 'offload', 'names', 'auto', or pass a policy from jaxmem.policies or a "
+        "jaxmem.Plan"
     )
 
 

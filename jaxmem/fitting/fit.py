@@ -54,8 +54,8 @@ def fit(
       donate_argnums: as for `jax.jit`.
       static_argnums: as for `jax.jit`.
       allow_offload: whether values may be sent to host memory.
-      cost: what is made least: seconds by a "roofline" of the target, or "flops" of matrix
-        products alone.
+      cost: what is made least: seconds by a "roofline" of the target, seconds of kernels
+        "measured" on the attached device, or "flops" of matrix products alone.
       max_compiles: how often the step may be compiled.
       compiler_options: handed to the compiler.
       timeout: seconds after which one compile for a named target is stopped.

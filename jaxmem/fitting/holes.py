@@ -37,6 +37,7 @@ class Hole:
       candidates: the plans that no other beats in bytes and seconds, fastest first.
       param_bytes: of what it reads of the parameters.
       met: what tells the regions of the step that this is from each other.
+      shards: on how many devices it runs side by side, each with arrays of its own.
     """
 
     digest: str
@@ -45,6 +46,7 @@ class Hole:
     candidates: tuple[Candidate, ...]
     param_bytes: int
     met: list[Any]
+    shards: int = dataclasses.field(default_factory=_jax.shards)
 
     @property
     def times(self) -> int:

@@ -1,24 +1,26 @@
 """What of a step can be planned, and the ladder of its plans; no compiler is asked."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 
 from jaxmem import targets, tracing
 from jaxmem.advice import where_to_decorate
+from jaxmem.errors import OffloadWarning, warn
 from jaxmem.fitting.fitted import Planned
 from jaxmem.fitting.holes import Collector, Hole
 from jaxmem.fitting.question import Question
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.layer import nbytes
+from jaxmem.measured import Measured
 from jaxmem.program import Program
 from jaxmem.report import MemoryReport
 from jaxmem.roofline import Roofline
 from jaxmem.solve.stacks import Candidate
 from jaxmem.solve.together import Rung, ladder, together
 
-Cost = Literal["roofline", "flops"]
+Cost = Literal["roofline", "flops", "measured"]
 
 # ---------------------------------------------------------------- types
 
@@ -80,15 +82,28 @@ class StepProblem:
 
 def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     """Trace a step and solve for the ladder of its plans."""
-    if cost not in ("roofline", "flops"):
-        raise ValueError(f'cost must be "roofline" or "flops", got {cost!r}')
+    if cost not in get_args(Cost):
+        raise ValueError(f"cost must be one of {', '.join(get_args(Cost))}, got {cost!r}")
+    if cost == "measured" and ask.accelerator is not None:
+        raise ValueError(
+            'cost="measured" runs operations on the attached device, and the target '
+            f'{ask.accelerator.name} is asked for by name; pass target="local" on that machine, or '
+            'cost="roofline"'
+        )
+    if allow_offload and ask.accelerator is None and jax.default_backend() == "cpu":
+        warn(
+            "fit: allow_offload does nothing for the cpu backend, the default here, on which "
+            "device and host memory are one",
+            OffloadWarning,
+        )
+        allow_offload = False
     collector = Collector(roofline_of(ask.accelerator, cost), allow_offload)
     with tracing.instead(collector):
         program = ask.program()
     holes = tuple(collector.holes.values())
     if not holes:
         raise ValueError(_nothing_to_plan(program))
-    options = tuple(tuple(_several(c, hole.times) for c in hole.candidates) for hole in holes)
+    options = tuple(tuple(_several(c, hole.times, hole.shards) for c in hole.candidates) for hole in holes)
     others = _others(program)
     rungs = ladder(together(options), others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
@@ -102,17 +117,19 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     """The speeds of a target; of an attached device that no row is known of, those of an H100."""
     known = target or targets.by_device_kind(jax.devices()[0].device_kind)
     known = known or targets.target("h100-80g")
+    if cost == "measured":
+        return Measured(known.matrix_peak, known.bandwidth)
     return Roofline(known.matrix_peak, known.bandwidth, flops_only=cost == "flops")
 
 
-def _several(candidate: Candidate, times: int) -> Candidate:
-    """A candidate for as many stacks as share it, one after the other."""
-    if times == 1:
+def _several(candidate: Candidate, times: int, shards: int) -> Candidate:
+    """A candidate for as many stacks as share it, one after the other, on so many devices."""
+    if times == shards == 1:
         return candidate
     return dataclasses.replace(
         candidate,
-        bytes=candidate.bytes + (times - 1) * candidate.kept_bytes,
-        kept_bytes=times * candidate.kept_bytes,
+        bytes=shards * (candidate.bytes + (times - 1) * candidate.kept_bytes),
+        kept_bytes=shards * times * candidate.kept_bytes,
         seconds=times * candidate.seconds,
     )
 

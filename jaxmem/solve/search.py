@@ -10,6 +10,8 @@ ones none that needs more.
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -47,11 +49,11 @@ def search(
     # Rungs up to `low` are too large, from `high` on they fit.
     low, high = -1, len(predicted)
 
-    def off(rung: int) -> int:
-        if not seen:
-            return 0
-        near = min(seen, key=lambda other: abs(other - rung))
-        return seen[near] - predicted[near]
+    def off(rung: int) -> float:
+        """What the prediction of a rung is off, going by those on both sides of it."""
+        known = sorted(seen, key=lambda other: predicted[other])
+        misses = [seen[other] - predicted[other] for other in known]
+        return np.interp(predicted[rung], [predicted[k] for k in known], misses) if seen else 0.0
 
     while len(seen) < most and high - low > 1:
         left = most - len(seen)
