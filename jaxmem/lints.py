@@ -9,7 +9,7 @@ import jax
 
 from jaxmem.compiling import Compiled
 from jaxmem.costs import Costs, two_levels, unrolled_without_barriers
-from jaxmem.policies import NoRemat
+from jaxmem.policies import ByLayer, NoRemat
 from jaxmem.program import Program
 from jaxmem.report import Lint
 from jaxmem.text import size
@@ -75,8 +75,12 @@ def _not_donated(program: Program, compiled: Compiled, work: Costs) -> Iterator[
 
 def _policy_without_effect(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
     record = program.record
-    asked = any(not isinstance(policy, NoRemat) for policy in record.regions)
-    idle = [(p, plan) for p, plan in record.plans if plan.kind == "none" and p != NoRemat()]
+    asked = any(not isinstance(policy, NoRemat | ByLayer) for policy in record.regions)
+    idle = [
+        (p, plan)
+        for p, plan in record.plans
+        if plan.kind == "none" and not isinstance(p, NoRemat | ByLayer)
+    ]
     if asked and not idle and not work.recomputed_flops:
         yield Lint(
             "policy-no-effect",

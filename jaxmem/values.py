@@ -7,7 +7,7 @@ mask in place of the mask.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxmem.counting import kind_of
 from jaxmem.layer import Layer, free_values, nbytes
 from jaxmem.problem import Graph, Operation
 from jaxmem.roofline import Roofline
+from jaxmem.solve.keep import Keep, menu
 from jaxmem.source import source_line
 
 # Names that begin so are jaxmem's, not the user's.
@@ -103,13 +104,54 @@ def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
     )
 
 
-def working_bytes(layer: Layer) -> int:
-    """About what one layer's backward pass has alive besides its tape, parameters and gradients.
+def working_bytes(layer: Layer, looped: bool = True) -> int:
+    """About what one layer's backward pass has alive besides its tape and parameters.
 
     Values are taken to die at their last use in the order in which they are traced, and
-    elementwise chains not to be in memory unless a kernel reads them.
+    elementwise chains not to be in memory unless a kernel reads them.  In a loop over layers
+    the tape is stacked, and of those of its values that kernels read each layer's is copied.
     """
-    return _peak(_pullback(layer))
+    closed, first, last = _pullback(layer)
+    tape = closed.jaxpr.invars[first:last] if looped else []
+    return _peak(closed, set(tape) & _read_by_kernels(closed.jaxpr))
+
+
+def without_checkpoint(layer: Layer, graph: Graph) -> Keep:
+    """What is in memory of code that is under no checkpoint.
+
+    Outside of loops a compiler computes again by itself, inside of what reads it, whatever is
+    elementwise; so kept is the least from which all follows without a kernel.
+    """
+    unnamed = unnamed_places(layer)
+    operations = tuple(
+        Operation(
+            inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
+            outputs=one.outputs,
+            seconds=0.0 if kind_of(eqn) in ("fused", "view") else one.seconds,
+        )
+        for one, eqn in zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
+        if _jax.name_given_by(eqn) is None
+    )
+    everywhere = frozenset(range(len(graph.bytes)))
+    plain = Graph(
+        bytes=graph.bytes,
+        operations=operations,
+        free=graph.free,
+        wanted=frozenset(unnamed[place] for place in graph.wanted),
+        keepable=everywhere - graph.free,
+        keep_seconds=(0.0,) * len(graph.bytes),
+    )
+    return menu(plain, points=0)[0]
+
+
+def unnamed_places(layer: Layer) -> list[int]:
+    """For each value's place, that of the value which it is but for its name."""
+    places = {var: place for place, var in enumerate(layer.values)}
+    found = list(range(len(layer.values)))
+    for eqn in layer.linearised.jaxpr.eqns:
+        if _jax.name_given_by(eqn) is not None and _jax.is_var(eqn.invars[0]):
+            found[places[eqn.outvars[0]]] = found[places[eqn.invars[0]]]
+    return found
 
 
 # ---------------------------------------------------------------- implementation
@@ -119,8 +161,11 @@ def _bytes(var: Any) -> int:
     return nbytes(var.aval) if hasattr(var.aval, "shape") else 0
 
 
-def _pullback(layer: Layer) -> ClosedJaxpr:
-    """The backward pass of one layer: (consts, x, tape, cotangents) -> cotangents."""
+def _pullback(layer: Layer) -> tuple[ClosedJaxpr, int, int]:
+    """The backward pass of one layer: (consts, x, tape, cotangents) -> cotangents.
+
+    And between which of its inputs the tape is.
+    """
     body = layer.body
     consts, _, x = body.split_in(body.jaxpr.in_avals)
     tape = [layer.values[place].aval for place in layer.kept if place is not None]
@@ -144,33 +189,42 @@ def _pullback(layer: Layer) -> ClosedJaxpr:
 
     traced = _jax.trace(lambda *flat: jax.tree.leaves(run(*flat)), [*consts, *x, *tape, *outs])
     if _jax.has_jit(traced):
-        return _jax.trace(
-            lambda *flat: _jax.evaluate(traced, flat, _jax.without_jit), traced.in_avals
-        )
-    return traced
+        inlined = functools.partial(_jax.evaluate, traced, special=_jax.without_jit)
+        traced = _jax.trace(lambda *flat: inlined(flat), traced.in_avals)
+    return traced, ends[1], ends[2]
 
 
 def _in_memory(jaxpr: Any) -> set[Any]:
     """The values that a compiler has in memory at all: what kernels make and take."""
-    found = {*jaxpr.invars, *jaxpr.constvars}
+    found = {*jaxpr.invars, *jaxpr.constvars, *_read_by_kernels(jaxpr)}
+    for eqn in jaxpr.eqns:
+        kind = kind_of(eqn)
+        if kind in ("kernel", "reduction"):
+            found.update(eqn.outvars)
+        if kind == "view" and any(_jax.is_var(a) and a in found for a in eqn.invars[:1]):
+            found.update(eqn.outvars)
+    return found
+
+
+def _read_by_kernels(jaxpr: Any) -> set[Any]:
+    """What kernels take, and what that is a view of."""
+    found: set[Any] = set()
     views: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         kind = kind_of(eqn)
         if kind == "view" and eqn.invars and _jax.is_var(eqn.invars[0]):
             views.update((var, eqn.invars[0]) for var in eqn.outvars)
-        if kind in ("kernel", "reduction"):
-            found.update(eqn.outvars)
         if kind == "kernel":
             for atom in filter(_jax.is_var, eqn.invars):
                 found.add(atom)
                 while atom in views:
                     atom = views[atom]
                     found.add(atom)
-    found.update(var for var, base in views.items() if base in found)
     return found
 
 
-def _peak(closed: ClosedJaxpr) -> int:
+def _peak(closed: ClosedJaxpr, copied: set[Any]) -> int:
+    """The most bytes alive at once, of what is computed and of the inputs that are copied."""
     eqns = closed.jaxpr.eqns
     outs = {atom for atom in closed.jaxpr.outvars if _jax.is_var(atom)}
     kinds = [kind_of(eqn) for eqn in eqns]
@@ -179,6 +233,11 @@ def _peak(closed: ClosedJaxpr) -> int:
     behind: dict[Any, frozenset[Any]] = {}
     made_at: dict[Any, int] = {}
     last_use: dict[Any, int] = {}
+    for at, eqn in enumerate(eqns):
+        for atom in eqn.invars:
+            if _jax.is_var(atom) and atom in copied and atom not in made_at:
+                made_at[atom] = last_use[atom] = at
+                behind[atom] = frozenset([atom])
     for at, (eqn, kind) in enumerate(zip(eqns, kinds, strict=True)):
         sources = frozenset().union(
             *(behind.get(a, frozenset()) for a in eqn.invars if _jax.is_var(a))
@@ -201,8 +260,3 @@ def _peak(closed: ClosedJaxpr) -> int:
         alive += change
         peak = max(peak, alive)
     return peak
-
-
-def sizes_of(avals: Sequence[Any]) -> int:
-    """Bytes of so many arrays."""
-    return sum(map(nbytes, avals))

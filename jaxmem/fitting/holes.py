@@ -23,7 +23,13 @@ from jaxmem.solve.chain import Again, Kept
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.stacks import Candidate, Choice, candidates
 from jaxmem.straight import Chain, Code
-from jaxmem.values import LayerValue, described, graph_of, working_bytes
+from jaxmem.values import (
+    LayerValue,
+    described,
+    graph_of,
+    without_checkpoint,
+    working_bytes,
+)
 
 # ---------------------------------------------------------------- types
 
@@ -223,7 +229,13 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
         length=length,
         keeps=keeps,
         choices=choices,
-        candidates=candidates(length, sum(map(nbytes, carry)), forward, choices),
+        candidates=candidates(
+            length,
+            sum(map(nbytes, carry)),
+            forward,
+            choices,
+            loose_bytes=min(without_checkpoint(layer, graph).bytes, everything.bytes),
+        ),
         values=tuple(described(layer, place, roofline) for place in range(len(layer.values))),
         graph=graph,
         param_bytes=length * sum(map(nbytes, x)),

@@ -17,6 +17,7 @@ from jaxmem.measured import Measured
 from jaxmem.program import Program
 from jaxmem.report import MemoryReport
 from jaxmem.roofline import Roofline
+from jaxmem.solve.search import expected
 from jaxmem.solve.stacks import Candidate
 from jaxmem.solve.together import Rung, ladder, together
 
@@ -70,11 +71,8 @@ class StepProblem:
 
     def prediction(self, rung: int, seen: dict[int, int]) -> int:
         """Bytes foretold for a rung, given what the others that were compiled came to."""
-        others = [other for other in seen if other != rung]
-        if not others:
-            return self.predicted[rung]
-        near = min(others, key=lambda other: abs(self.predicted[other] - self.predicted[rung]))
-        return self.predicted[rung] + seen[near] - self.predicted[near]
+        others = {other: size for other, size in seen.items() if other != rung}
+        return expected(rung, self.predicted, others)
 
 
 # ---------------------------------------------------------------- API
@@ -104,7 +102,7 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     if not holes:
         raise ValueError(_nothing_to_plan(program))
     options = tuple(tuple(_several(c, hole.times, hole.shards) for c in hole.candidates) for hole in holes)
-    others = _others(program)
+    others = _others(program, sum(hole.param_bytes for hole in holes))
     rungs = ladder(together(options), others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
     return StepProblem(program, holes, options, rungs, others, _devices(ask), name)
@@ -134,11 +132,12 @@ def _several(candidate: Candidate, times: int, shards: int) -> Candidate:
     )
 
 
-def _others(program: Program) -> int:
+def _others(program: Program, gradients: int) -> int:
+    """Arguments, results that take no argument's place, and gradients that are no result."""
     arguments = sum(argument.bytes for argument in program.arguments)
     donated = sum(argument.bytes for argument in program.arguments if argument.donated)
     outputs = sum(nbytes(a) for a in program.jaxpr.out_avals if hasattr(a, "shape"))
-    return arguments + max(outputs - donated, 0)
+    return arguments + max(outputs - donated, 0, gradients)
 
 
 def _devices(ask: Question) -> int:

@@ -8,7 +8,7 @@ ones none that needs more.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -49,20 +49,14 @@ def search(
     # Rungs up to `low` are too large, from `high` on they fit.
     low, high = -1, len(predicted)
 
-    def off(rung: int) -> float:
-        """What the prediction of a rung is off, going by those on both sides of it."""
-        known = sorted(seen, key=lambda other: predicted[other])
-        misses = [seen[other] - predicted[other] for other in known]
-        return np.interp(predicted[rung], [predicted[k] for k in known], misses) if seen else 0.0
-
     while len(seen) < most and high - low > 1:
         left = most - len(seen)
         between = range(low + 1, high)
-        guess = next((k for k in between if predicted[k] + off(k) <= budget), between[-1])
+        guess = next((k for k in between if expected(k, predicted, seen) <= budget), between[-1])
         if (
             high < len(predicted)
             and guess == between[-1]
-            and predicted[guess] + off(guess) > budget
+            and expected(guess, predicted, seen) > budget
         ):
             guess = high - 1  # to have seen that it does not fit
         if left <= 3 and len(between) >= 2 ** (left - 1):
@@ -74,3 +68,22 @@ def search(
             low = guess
     fits = [rung for rung, size in seen.items() if size <= budget]
     return Found(min(fits, default=None), seen, high - low == 1)
+
+
+def expected(rung: int, predicted: Sequence[int], seen: Mapping[int, int]) -> int:
+    """A prediction moved by what those of the rungs seen were off, on both sides of it.
+
+    What is off grows with what is kept: below all that was seen it shrinks with the prediction.
+
+    >>> expected(1, [100, 50], {}), expected(1, [100, 50], {0: 110})
+    (50, 55)
+    >>> expected(1, [100, 75, 50], {0: 110, 2: 50})
+    80
+    """
+    if not seen:
+        return predicted[rung]
+    known = sorted(seen, key=lambda other: predicted[other])
+    misses = [seen[other] - predicted[other] for other in known]
+    miss = np.interp(predicted[rung], [predicted[k] for k in known], misses)
+    share = min(1.0, predicted[rung] / max(predicted[known[0]], 1))
+    return predicted[rung] + round(share * float(miss))

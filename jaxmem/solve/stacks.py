@@ -67,7 +67,11 @@ class Candidate:
 
 
 def candidates(
-    length: int, carry_bytes: int, forward_seconds: float, choices: Sequence[Choice]
+    length: int,
+    carry_bytes: int,
+    forward_seconds: float,
+    choices: Sequence[Choice],
+    loose_bytes: int | None = None,
 ) -> tuple[Candidate, ...]:
     """The plans that no other one beats in both bytes and seconds, fastest (and largest) first.
 
@@ -76,6 +80,8 @@ def candidates(
       carry_bytes: handed from layer to layer.
       forward_seconds: of one evaluation of a layer.
       choices: of a layer; the first keeps all that its backward pass reads.
+      loose_bytes: what that is for a single layer, which is in no loop, so that a compiler need
+        not store what it can fuse; all of it by default.
 
     >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
     >>> [(c.bytes, c.seconds) for c in found][:3]
@@ -87,7 +93,8 @@ def candidates(
         return ()
     if not choices:
         raise ValueError("a layer needs at least one choice: everything kept")
-    found = [*_kept(length, choices), *_cut(length, carry_bytes, forward_seconds, choices)]
+    loose = choices[0].bytes if loose_bytes is None else loose_bytes
+    found = [*_kept(length, choices, loose), *_cut(length, carry_bytes, forward_seconds, choices)]
     return pareto(found)
 
 
@@ -106,7 +113,7 @@ def pareto(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
 _PLACES = 48
 
 
-def _kept(length: int, choices: Sequence[Choice]) -> Iterator[Candidate]:
+def _kept(length: int, choices: Sequence[Choice], loose: int) -> Iterator[Candidate]:
     kept = np.array([c.bytes for c in choices], float)
     seconds = np.array([c.seconds for c in choices])
     work = np.array([c.work_bytes for c in choices], float)
@@ -128,9 +135,9 @@ def _kept(length: int, choices: Sequence[Choice]) -> Iterator[Candidate]:
         peak = np.maximum(peak, stored + np.where(others > 1, work[second], 0))
         peak = np.where(others == 1, np.maximum(peak, stored + alone), peak)
         if tail:
-            peak = np.maximum(peak, stored + max(kept[0], alone))
+            peak = np.maximum(peak, stored + max(loose, alone))
         total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
-        whole = stored + tail * kept[0]
+        whole = stored + tail * loose
         # Of all that need no less, only the fastest is of use.
         order = np.lexsort((total, peak))
         fastest = np.minimum.accumulate(total[order])

@@ -7,16 +7,15 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.counting import kind_of
 from jaxmem.layer import Layer, nbytes
 from jaxmem.policies import Sqrt
-from jaxmem.problem import Graph, Operation
+from jaxmem.problem import Graph
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chain
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.straight.code import NAME, Code
 from jaxmem.straight.plan import Piece, StraightPlan
-from jaxmem.values import graph_of, working_bytes
+from jaxmem.values import graph_of, unnamed_places, without_checkpoint, working_bytes
 
 # ---------------------------------------------------------------- types
 
@@ -135,14 +134,14 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     }
     _, carry, _ = layer.body.split_in(layer.linearised.jaxpr.invars)
     results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
-    unnamed = _unnamed(layer)
+    unnamed = unnamed_places(layer)
     outs = {*results, *(layer.values[unnamed[place]] for place in _places(layer, results))}
     # The next link holds its input in most plans, so that keeping a result is often free.
     sizes = tuple(
         size // 2 if layer.values[place] in outs else size for place, size in enumerate(graph.bytes)
     )
     graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
-    as_it_stands = _by_compiler(layer, graph)
+    as_it_stands = without_checkpoint(layer, graph)
     options = [keep for keep in menu(graph, points=points) if keep.bytes < as_it_stands.bytes]
 
     def option(kept: Sequence[int], seconds: float, work: int) -> Option:
@@ -155,9 +154,9 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
             output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
         )
 
-    choices = [option(as_it_stands.kept, 0.0, working_bytes(layer))]
+    choices = [option(as_it_stands.kept, 0.0, working_bytes(layer, looped=False))]
     for keep in options:
-        work = working_bytes(layer.keeping(keep.kept, keep.offloaded))
+        work = working_bytes(layer.keeping(keep.kept, keep.offloaded), looped=False)
         choices.append(option(keep.kept, keep.seconds, work))
     out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
     link = Link(
@@ -169,47 +168,9 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     return Stretch(layer, graph, (None, *options), link)
 
 
-def _by_compiler(layer: Layer, graph: Graph) -> Keep:
-    """What is in memory of code that is under no checkpoint.
-
-    Outside of loops a compiler computes again by itself, inside of what reads it, whatever is
-    elementwise; so kept is the least from which all follows without a kernel.
-    """
-    unnamed = _unnamed(layer)
-    operations = tuple(
-        Operation(
-            inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
-            outputs=one.outputs,
-            seconds=0.0 if kind_of(eqn) in ("fused", "view") else one.seconds,
-        )
-        for one, eqn in zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
-        if _jax.name_given_by(eqn) is None
-    )
-    everywhere = frozenset(range(len(graph.bytes)))
-    plain = Graph(
-        bytes=graph.bytes,
-        operations=operations,
-        free=graph.free,
-        wanted=frozenset(unnamed[place] for place in graph.wanted),
-        keepable=everywhere - graph.free,
-        keep_seconds=(0.0,) * len(graph.bytes),
-    )
-    return menu(plain, points=0)[0]
-
-
 def _places(layer: Layer, atoms: Sequence[Any]) -> list[int]:
     wanted = {atom for atom in atoms if _jax.is_var(atom)}
     return [place for place, var in enumerate(layer.values) if var in wanted]
-
-
-def _unnamed(layer: Layer) -> list[int]:
-    """For each value's place, that of the value which it is but for its name."""
-    places = {var: place for place, var in enumerate(layer.values)}
-    found = list(range(len(layer.values)))
-    for eqn in layer.linearised.jaxpr.eqns:
-        if _jax.name_given_by(eqn) is not None and _jax.is_var(eqn.invars[0]):
-            found[places[eqn.outvars[0]]] = found[places[eqn.invars[0]]]
-    return found
 
 
 def _operations(layer: Layer, places: Sequence[int]) -> list[int]:

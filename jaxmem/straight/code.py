@@ -9,7 +9,6 @@ crosses, and counts once.
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
