@@ -188,7 +188,7 @@ class Keep(LayerPolicy):
     stand in plans alone.
 
     Attributes:
-      values: places of the values kept on the device; see `jaxmem.explain` for what they are.
+      values: places of the values kept on the device; `jaxmem.Fitted.explain` says what they are.
       offload: places of those sent to the host and brought back.
       bytes: what `values` take in one layer.
       layer: a digest of the layer.
@@ -202,9 +202,13 @@ class Keep(LayerPolicy):
     def __post_init__(self) -> None:
         for field in ("values", "offload"):
             places = tuple(getattr(self, field))
-            if bad := [p for p in places if not isinstance(p, int) or p < 0]:
+            if bad := [p for p in places if not _is_count(p)]:
                 raise TypeError(f"{field}= takes places, whole numbers from 0 on, got {bad[0]!r}")
             object.__setattr__(self, field, tuple(sorted(set(places))))
+        if not _is_count(self.bytes):
+            raise TypeError(f"bytes= takes a whole number from 0 on, got {self.bytes!r}")
+        if not isinstance(self.layer, str):
+            raise TypeError(f"layer= takes the digest of a layer, a text, got {self.layer!r}")
 
     @property
     def offloads(self) -> bool:
@@ -504,6 +508,10 @@ def from_json(data: Any) -> Policy:
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 _BY_NAME: dict[str, Callable[..., Policy]] = {

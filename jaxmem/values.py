@@ -86,7 +86,7 @@ def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
     var = layer.values[place]
     made_by = layer.made_by(var)
     given = None if made_by is None else _jax.name_given_by(made_by)
-    if given is not None and given.startswith(OWN_NAME):
+    if made_by is not None and given is not None and given.startswith(OWN_NAME):
         inner = made_by.invars[0]
         before = layer.made_by(inner) if _jax.is_var(inner) else None
         given = None if before is None else before.primitive.name

@@ -16,7 +16,7 @@ def test_the_readme_has_code() -> None:
     assert BLOCKS
 
 
-PRINTED = ("Plan of 64 layers", "needs ", "optimizer steps: 3")
+PRINTED = ("Plan of 64 layers", "needs ", "needs 2", "optimizer steps: 3")
 
 
 @pytest.mark.parametrize(("code", "printed"), list(zip(BLOCKS, PRINTED, strict=True)), ids=PRINTED)
@@ -28,7 +28,7 @@ def test_code_runs_as_it_stands_and_warns_of_nothing(
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(script)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, check=False,
+        cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(printed)

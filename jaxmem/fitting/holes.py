@@ -183,6 +183,12 @@ class Collector(ByLayer):
 
     def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """Note code without a stack; it runs as it stands."""
+        if not _jax.can_be_recomputed(closed):
+            raise ValueError(
+                f"{label} has side effects (io_callback, ordered callbacks, writes to a Ref) that "
+                "must not happen twice, so nothing in it can be computed again; move them out, or "
+                "use jax.debug.callback or jax.pure_callback"
+            )
         if not tracing.is_inside_layer():
             code = Code(closed)
             key = code.digest, len(code)

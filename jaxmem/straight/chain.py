@@ -44,6 +44,10 @@ class Chain:
       code, cuts: what was cut, and where.
       stretches: one for each link.
       table: the plans that no other beats in bytes and seconds.
+
+    Args:
+      points: how many options of a link are looked for besides the corners of its hull; with
+        none of them a link keeps all or as little as can be, which is quickly found.
     """
 
     def __init__(
@@ -143,6 +147,8 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
     as_it_stands = without_checkpoint(layer, graph)
     options = [keep for keep in menu(graph, points=points) if keep.bytes < as_it_stands.bytes]
+    if points == 0:
+        options = options[-1:]
 
     def option(kept: Sequence[int], seconds: float, work: int) -> Option:
         values = [layer.values[place] for place in kept]

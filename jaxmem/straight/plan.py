@@ -59,8 +59,10 @@ class StraightPlan:
         Raises:
           ValueError: it is none; says where.
         """
-        if not isinstance(data, dict) or not isinstance(data.get("length"), int):
+        if not isinstance(data, dict) or data.keys() != {"length", "pieces"}:
             raise ValueError(f"expected an object with length and pieces, got {str(data)[:40]}")
+        if not _is_whole(data["length"]):
+            raise ValueError(f"bad plan: length: expected a number, got {str(data['length'])[:40]}")
         return cls(data["length"], _pieces(data.get("pieces"), "pieces"))
 
     def to_json(self) -> str:
@@ -116,17 +118,29 @@ def _pieces(data: Any, where: str) -> tuple[Piece, ...]:
             raise ValueError(f"bad plan: {here}: expected an object with first and last")
         if unknown := one.keys() - {"first", "last", "keep", "offload", "inner"}:
             raise ValueError(f"bad plan: {here}.{min(unknown)}: unknown key")
-        for key in ("keep", "offload"):
-            if not all(isinstance(place, int) for place in one.get(key, ())):
-                raise ValueError(f"bad plan: {here}.{key}: expected places of operations")
-        keep = one.get("keep")
+        for key in ("first", "last"):
+            if not _is_whole(one[key]):
+                raise ValueError(f"bad plan: {here}.{key}: expected the place of an operation")
+        if "inner" in one and (one.keys() & {"keep", "offload"} or not one["inner"]):
+            raise ValueError(f"bad plan: {here}: inner goes with neither keep nor offload")
+        if "offload" in one and "keep" not in one:
+            raise ValueError(f"bad plan: {here}.offload: goes with keep")
+        for key in one.keys() & {"keep", "offload"}:
+            if not isinstance(one[key], list) or not all(
+                _is_whole(place) and one["first"] <= place < one["last"] for place in one[key]
+            ):
+                raise ValueError(f"bad plan: {here}.{key}: expected places of its operations")
         found.append(
             Piece(
                 one["first"],
                 one["last"],
-                None if keep is None else tuple(keep),
+                tuple(one["keep"]) if "keep" in one else None,
                 tuple(one.get("offload", ())),
                 _pieces(one["inner"], f"{here}.inner") if "inner" in one else (),
             )
         )
     return tuple(found)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
