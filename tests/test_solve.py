@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.plan import Plan
-from jaxmem.solve import extra_steps, periodic_bytes, schedule, segment_lengths
+from jaxmem.solve import extra_steps, mixed_steps, periodic_bytes, schedule, segment_lengths
 
 # ---------------------------------------------------------------- periodic cuts
 
@@ -211,3 +211,51 @@ def test_ten_thousand_layers_take_no_time(slots):
     assert time.perf_counter() - began < 5
     if slots >= 8:  # with fewer, the run itself takes millions of steps
         assert run(10_000, slots) == 10_000 + Plan.revolve(10_000, slots).extra_forwards()
+
+
+# ---------------------------------------------------------------- mixed
+
+# Maddison's extra forward steps, in the places of TABLE.
+MIXED = {
+    10: {2: 16, 3: 9, 4: 7, 5: 5, 8: 2},
+    20: {2: 59, 3: 35, 4: 26, 5: 18, 8: 13, 10: 10, 16: 4},
+    32: {2: 132, 3: 78, 4: 55, 5: 45, 8: 27, 10: 24, 16: 16},
+    64: {2: 409, 3: 233, 4: 165, 5: 131, 8: 85, 10: 62, 16: 51},
+    100: {2: 831, 3: 454, 4: 321, 5: 252, 8: 163, 10: 137, 16: 90},
+}
+
+
+@pytest.mark.parametrize(
+    ("n", "slots", "extra"), [(n, s, extra) for n, row in MIXED.items() for s, extra in row.items()]
+)
+def test_the_published_table_of_mixed_schedules(n, slots, extra):
+    assert mixed_steps(n, slots) == extra
+
+
+@functools.cache
+def least_mixed_steps(n, slots):
+    """All steps, the first n too, by the recurrence as it stands in the paper."""
+    if n <= slots + 1:
+        return n
+    if slots == 1:
+        return n * (n + 1) // 2 - 1
+    return min(
+        1 + least_mixed_steps(n - 1, slots - 1),
+        min(
+            i + least_mixed_steps(i, slots) + least_mixed_steps(n - i, slots - 1)
+            for i in range(2, n)
+        ),
+    )
+
+
+def test_mixed_steps_are_the_recurrence():
+    for n, slots in itertools.product(range(1, 31), range(1, 12)):
+        assert mixed_steps(n, slots) == least_mixed_steps(n, slots) - n, (n, slots)
+
+
+@given(n=st.integers(0, 100), slots=st.integers(1, 60))
+def test_slots_of_tapes_only_help(n, slots):
+    found = mixed_steps(n, slots)
+    assert found <= extra_steps(n, slots)
+    assert mixed_steps(n, slots + 1) <= found <= mixed_steps(n + 1, slots)
+    assert (found == 0) == (n <= slots + 1)

@@ -78,8 +78,8 @@ def solve_chain(
         there throughout and not counted.
       slots: how finely budgets are told apart.
       carried: `carried(i, j)`, the bytes that holding the input of link j adds
-        when that of link i < j is held (what passes through both is one array);
-        by default all of it.
+        when that of link i < j is held (what passes through both is one array,
+        and passes through all between); by default all of it.
 
     Raises:
       ValueError: there is no link.
@@ -95,14 +95,19 @@ def solve_chain(
     links = tuple(links)
     if not links:
         raise ValueError("a chain without links has no plan: pass at least one Link")
-    most = _PASSES * sum(link.seconds for link in links)
+    if carried and all(carried(j - 1, j) >= links[j - 1].carry_bytes for j in range(1, len(links))):
+        carried = None  # nothing passes through a link, so nothing through several
+    carried = carried and functools.cache(carried)
+    most = _PASSES * sum(
+        link.seconds + max(option.seconds for option in link.options) for link in links
+    )
     return ChainTable(point for point in _found(links, slots, carried) if point[1] <= most)
 
 
 # ---------------------------------------------------------------- implementation
 
-# Plans that take more forward passes than this are left out: no one wants them, and their
-# nesting is deeper than Python's recursion.  Chains of up to 120 equal links have none.
+# Plans that take more passes than this, each with the slowest options, are left out: no one wants
+# them, and their nesting is deeper than Python's recursion.  Up to 120 equal links have none.
 _PASSES = 60
 # Small budgets get tables of their own with finer slots; so many in all.
 _RANGES = 3

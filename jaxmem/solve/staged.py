@@ -60,9 +60,11 @@ def staged(
       ValueError: an input is not an earlier node.
       TimeoutError: the time ran out before there was any schedule.
 
-    >>> inputs = [(), (0,), (1,), (2, 0)]  # the last one reads the first one again
-    >>> [staged(inputs, [1.0] * 4, [1] * 4, budget).seconds for budget in (2, 3)]
-    [5.0, 4.0]
+    Three layers, a loss, and their backwards, each of which reads its layer's result:
+
+    >>> inputs = [(), (0,), (1,), (2,), (3, 2), (4, 1), (5, 0)]
+    >>> [staged(inputs, [1.0] * 7, [1] * 7, budget).seconds for budget in (3, 4, 5)]
+    [10.0, 8.0, 7.0]
     """
     n = len(inputs)
     for node, row in enumerate(inputs):
