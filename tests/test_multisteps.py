@@ -676,6 +676,24 @@ def test_a_negative_weight_that_is_not_known_is_nan() -> None:
     assert np.isnan(updates["bias"]).all()
 
 
+def test_weights_beside_float64_are_summed_in_float64() -> None:
+    """In float32 2²⁴ + 1 is 2²⁴."""
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), PARAMS)
+        grads, weights = gradients(3, params=params), [2.0**24, 1.0, 1 / 3]
+        tx = jaxmem.MultiSteps(optax.sgd(-1.0), 3)
+        updates, states = None, [tx.init(params)]
+        for g, weight in zip(grads, weights, strict=True):
+            updates, state = tx.update(g, states[-1], weight=weight, value=weight)
+            states.append(state)
+        assert states[2].weight.dtype == jnp.float64
+        assert float(states[2].weight) == 2.0**24 + 1
+        near(updates, weighted_mean(grads, weights), 1e-14)
+        # Parameters of float32 keep their weights in it, so that nothing else changes there.
+        state = tx.init(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), PARAMS))
+        assert state.weight.dtype == jnp.float32
+
+
 def test_weights_may_be_left_out_of_some_calls() -> None:
     grads = gradients(3)
     tx = jaxmem.MultiSteps(optax.scale(1.0), 3)
@@ -777,6 +795,30 @@ def asking(skip: Any) -> Any:
     return multisteps(should_skip_update_fn=lambda *_: skip).init(PARAMS)
 
 
+def test_the_state_of_optax_is_refused_and_what_is_said_instead_works() -> None:
+    """A run is taken up in the middle of a window."""
+    inner, grads = optax.adam(0.1), gradients(4)
+    theirs, ours = optax.MultiSteps(inner, 4), jaxmem.MultiSteps(inner, 4)
+    state: Any = theirs.init(PARAMS)
+    for g in grads[:3]:
+        _, state = theirs.update(g, state, PARAMS)
+    said = re.escape(
+        "the state is optax's own MultiStepsState, in which the weights of the window are missing; "
+        "go on from it with tx.init(params)._replace(**state._asdict(), "
+        "weight=jax.numpy.float32(state.mini_step)), or begin anew with tx.init(params)"
+    )
+    with pytest.raises(TypeError, match=f"^MultiSteps.update: {said}$"):
+        ours.update(grads[3], state, PARAMS)
+    with pytest.raises(TypeError, match=f"^MultiSteps.has_updated: {said}$"):
+        ours.has_updated(state)
+
+    mine = ours.init(PARAMS)._replace(**state._asdict(), weight=jnp.float32(state.mini_step))
+    updates, mine = ours.update(grads[3], mine, PARAMS)
+    expected, _ = theirs.update(grads[3], state, PARAMS)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+    assert bool(ours.has_updated(mine))
+
+
 MATRIX = PARAMS["kernel"]
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "no optimizer": (
@@ -805,6 +847,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: multisteps(accumulator_dtype="float99"),
         TypeError,
         ["accumulator_dtype must be", "got 'float99'"],
+    ),
+    "state of another optimizer": (
+        lambda: multisteps().update(PARAMS, optax.adam(0.1).init(PARAMS)),
+        TypeError,
+        ["the state must be what MultiSteps.init or the last update returned, got a tuple"],
     ),
     "a gradient is missing": (
         lambda: update({"kernel": MATRIX}),

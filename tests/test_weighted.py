@@ -4,6 +4,7 @@ import math
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +126,132 @@ def test_a_term_without_weight_is_zero_whatever_its_total() -> None:
         assert float((Weighted(total, 0) + Weighted(1.0, 2)).mean) == 0.5
 
 
+# ---------------------------------------------------------------- totals without weight
+
+ROWS = np.random.default_rng(0)
+BATCH = {
+    "x": jnp.asarray(ROWS.standard_normal((12, 3)), jnp.float32),
+    "sure": jnp.asarray(ROWS.uniform(0.5, 1.5, 12), jnp.float32),
+    # In 4 microbatches, which get every fourth row, the third and fourth have no positives.
+    "positive": jnp.zeros(12).at[jnp.array([0, 1, 5])].set(1.0),
+}
+W = jnp.array([0.3, -0.2, 0.1])
+
+
+def focal(w: jax.Array, batch: Any) -> Weighted:
+    """Normalised by the positives; the negatives are in the total of every microbatch."""
+    p = jax.nn.sigmoid(batch["x"] @ w)
+    loss = jnp.where(
+        batch["positive"] > 0, -jnp.log(p) * (1 - p) ** 2, -jnp.log1p(-p) * p**2
+    )  # fmt: skip
+    return Weighted(loss.sum(), batch["positive"].sum())
+
+
+def linear(w: jax.Array, batch: Any) -> Weighted:
+    """At w = 0 every total is 0, and no gradient is."""
+    return Weighted((batch["x"] @ w).sum(), batch["positive"].sum())
+
+
+def certain(w: jax.Array, batch: Any) -> Weighted:
+    """Another denominator, which each microbatch has."""
+    return Weighted((jnp.tanh(batch["x"] @ w) * batch["sure"]).sum(), batch["sure"].sum())
+
+
+def stacked(layers: jax.Array, batch: Any) -> Weighted:
+    """Layers whose gradients are added row by row."""
+    h = jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer) + h, None), batch["x"], layers)[0]
+    return Weighted(jnp.square(h).sum(), batch["positive"].sum())
+
+
+LOSSES: dict[str, tuple[Any, Any]] = {
+    "focal": (focal, W),
+    "linear at 0": (linear, 0 * W),
+    "two of the same weight": (lambda w, b: focal(w, b) - 0.3 * linear(w, b), W),
+    "two at 0": (lambda w, b: linear(w, b) + linear(-3 * w, b), 0 * W),
+    "two of other weights": (lambda w, b: focal(w, b) + 0.5 * certain(w, b), W),
+    "stacked": (stacked, jnp.linspace(-1, 1, 18).reshape(2, 3, 3)),
+}
+
+
+# 12 rows in 5 are microbatches of two sizes, of which three have no positives.
+@pytest.mark.parametrize(("name", "m"), [*((name, 5) for name in LOSSES), ("focal", 12)])
+def test_a_total_without_weight_counts_in_a_batch_that_has_some(name: str, m: int) -> None:
+    fun, w = LOSSES[name]
+    expected = jax.value_and_grad(lambda w: fun(w, BATCH).mean)(w)
+    ours = jaxmem.value_and_grad(fun, microbatches=m)
+    chex.assert_trees_all_close(jax.jit(ours)(w, BATCH), expected, rtol=3e-6, atol=3e-6)
+
+
+def test_a_total_without_weight_counts_in_gradients_of_rows_and_in_outputs() -> None:
+    def loss(w: jax.Array, batch: Any) -> Any:
+        return certain(w, batch), focal(w, batch)
+
+    ours = jaxmem.value_and_grad(loss, has_aux=True, microbatches=4)
+    (_, found), _ = ours(W, BATCH)
+    assert float(found) == pytest.approx(float(focal(W, BATCH).mean), rel=1e-6)
+
+    batch = BATCH["x"], BATCH["positive"]
+
+    def of(w: jax.Array, x: jax.Array, positive: jax.Array) -> Weighted:
+        return focal(w, {"x": x, "positive": positive})
+
+    rows = jaxmem.value_and_grad(of, argnums=1, microbatches=4, batch_argnums=(1, 2))
+    expected = jax.grad(lambda x: of(W, x, batch[1]).mean)(batch[0])
+    chex.assert_trees_all_close(rows(W, *batch)[1], expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("total", [0.0, np.inf, np.nan])
+def test_of_a_microbatch_without_weight_or_total_only_what_is_finite_counts(total: float) -> None:
+    """The third and fourth microbatch add 0, inf or NaN, with a gradient of NaN."""
+
+    def loss(w: jax.Array, batch: Any) -> Weighted:
+        some = batch["positive"].sum()
+        nothing = jnp.sqrt(some + (w[0] - w[0])) - jnp.sqrt(some)  # derivative at 0: 0 times inf
+        counts = some > 0
+        own = jnp.where(counts, focal(w, batch).terms[0][0], 0.0)
+        return Weighted(own + nothing + jnp.where(counts, 0.0, total), some)
+
+    value, gradient = jaxmem.value_and_grad(loss, microbatches=4)(W, BATCH)
+    has = np.arange(12) % 4 < 2
+    mine = jax.tree.map(lambda leaf: leaf[has], BATCH)
+    expected = jax.value_and_grad(lambda w: focal(w, mine).mean)(W)
+    chex.assert_trees_all_close((value, gradient), expected, rtol=3e-6, atol=3e-6)
+
+
+def test_nan_beside_a_total_that_counts_is_not_hidden() -> None:
+    def loss(w: jax.Array, batch: Any) -> Weighted:
+        total, some = focal(w, batch).terms[0]
+        return Weighted(total + 0 * jnp.sqrt(w[0] - w[0]), some)
+
+    value, gradient = jaxmem.value_and_grad(loss, microbatches=4)(W, BATCH)
+    assert np.isfinite(value)
+    assert np.isnan(gradient[0])
+    assert np.isfinite(gradient[1:]).all()
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_weights_beside_float64_are_summed_in_float64(terms: int) -> None:
+    """In float32 2²⁴ + 1 is 2²⁴."""
+    with jax.enable_x64(True):
+        x = np.random.default_rng(1).standard_normal((12, 3))
+        weights = 2.0**24 + np.arange(12) / 3
+        batch = x, weights
+
+        def loss(w: jax.Array, batch: Any) -> Weighted:
+            x, weights = batch
+            first = Weighted((jnp.square(x @ w) * weights).sum(), weights.sum())
+            return first if terms == 1 else first + 0.1 * Weighted(jnp.sin(x @ w).sum(), x.shape[0])
+
+        w = jnp.asarray(W, jnp.float64)
+        ours = jaxmem.value_and_grad(loss, microbatches=4, return_weight=True)
+        (value, aux), gradient = jax.jit(ours)(w, batch)
+        expected = jax.value_and_grad(lambda w: loss(w, batch).mean)(w)
+        chex.assert_trees_all_close((value, gradient), expected, rtol=1e-13, atol=1e-15)
+        weight = aux.weight if terms == 1 else aux.weight[0]
+        assert weight.dtype == jnp.float64
+        assert float(weight) == pytest.approx(weights.sum(), rel=1e-15)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32"])
 def test_means_are_float32_at_least(dtype: str) -> None:
     total = jnp.asarray(1001, dtype)
@@ -132,7 +259,14 @@ def test_means_are_float32_at_least(dtype: str) -> None:
     assert found.dtype == jnp.float32
     assert float(found) == pytest.approx(float(total) / 3, rel=1e-6)
     with jax.enable_x64(True):
-        assert Weighted(jnp.float64(1), 3).mean.dtype == jnp.float64
+        weighted = Weighted(jnp.float64(1), 3)
+        assert weighted.mean.dtype == weighted.terms[0][1].dtype == jnp.float64
+
+
+def test_terms_of_several_dtypes_add_up_without_promotion(strict: None) -> None:
+    for dtype in (jnp.bfloat16, jnp.float16):
+        found = Weighted(jnp.asarray(6, dtype), jnp.int32(3)) + Weighted(jnp.float32(1), 2)
+        assert float(found.mean) == 2.5
 
 
 # ---------------------------------------------------------------- as a tree

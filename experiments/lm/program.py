@@ -92,7 +92,7 @@ class Program:
 def initial(config: Config) -> State:
     """The state before the first step; it is that of every policy."""
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
-    params = jax.jit(functools.partial(model.init, config))(key)
+    params = _params(_architecture(config), key)
     return State(params, optimizer(config).init(params))
 
 
@@ -146,6 +146,14 @@ def held_out_loss(config: Config) -> Any:
 
 
 # ---------------------------------------------------------------- implementation
+
+_params = jax.jit(model.init, static_argnums=0)
+
+
+def _architecture(config: Config) -> Config:
+    """What the first parameters depend on, so that runs alike in this compile them once."""
+    names = ("framework", "layers", "width", "heads", "sequence", "dropout")
+    return Config(**{name: getattr(config, name) for name in names})
 
 
 def _dropout_key(config: Config, step: int, part: int) -> jax.Array:

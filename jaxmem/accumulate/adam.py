@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmem.accumulate import modules
 from jaxmem.accumulate.gradient import accumulate, outputs
 from jaxmem.accumulate.parts import Parts
 from jaxmem.accumulate.trees import at_least_float32, described, floating, sum_dtype, weighed
@@ -102,7 +103,12 @@ class AdamA:
         self._tail = optax.chain(decay, optax.scale_by_learning_rate(learning_rate))
 
     def init(self, params: Any) -> AdamAState:
-        """The state before the first step."""
+        """The state before the first step.
+
+        Raises:
+          TypeError: the parameters are an NNX module; the text says how to take it apart.
+        """
+        modules.refuse("AdamA", params)
 
         def zeros() -> Any:
             return jax.tree.map(
@@ -157,10 +163,11 @@ class AdamA:
                     f"the first argument must be the state that AdamA.init returned, got "
                     f"{described(state)}"
                 )
+            modules.refuse("AdamA", args, kwargs)
             sink = _Moments(self.b1, self.b2, state)
             result, call = accumulate(fun, parts, sink, args, kwargs)
             tree = call.trees[0]
-            mu, nu = map(tree.unflatten, zip(*result.held, strict=True))
+            mu, nu = (tree.unflatten([held[k] for held in result.held]) for k in range(2))
             params = call.argument(0, call.leaves)
             count = jnp.asarray(optax.safe_increment(state.count))
             direction = jax.tree.map(

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmem.accumulate.split import Split
 from jaxmem.accumulate.trees import described, leaf_names
+from jaxmem.errors import JaxmemWarning, warn
 
 Path = tuple[int, int]  # position of an argument, number of a leaf in it
 
@@ -31,7 +32,8 @@ class Call:
       trees: structure of each positional argument.
       leaves: of each positional argument.
       names: paths of the leaves, as errors say them.
-      diff: where the leaves are that a gradient is wanted of.
+      argnums: positions of the arguments that a gradient is wanted of, in the order asked for.
+      diff: where the leaves of these are.
       rows: where the leaves are that are split.
       keys: where random keys are.
       carried: positions of arguments that go from microbatch to microbatch.
@@ -43,6 +45,7 @@ class Call:
     trees: tuple[Any, ...]
     leaves: Mapping[Path, Any]
     names: Mapping[Path, str]
+    argnums: tuple[int, ...]
     diff: tuple[Path, ...]
     rows: tuple[Path, ...]
     keys: tuple[Path, ...]
@@ -120,10 +123,14 @@ def take_apart(
     keys = tuple(path for path in leaves if path[0] in rng)
     for path in keys:
         _check_key(names[path], leaves[path])
+    if microbatches * devices > 1:
+        alone = {path for path in leaves if path[0] in carried}.union(rows, keys)
+        same = {names[path]: leaf for path, leaf in leaves.items() if path not in alone}
+        _warn_of_keys({**same, **kwargs})
     count = _rows({names[path]: leaves[path] for path in rows}, batch, microbatches, devices)
     ordered = tuple(sorted(diff, key=lambda path: argnums.index(path[0])))
     return Call(
-        fun, kwargs, tuple(trees), leaves, names, ordered, rows, keys, carried,
+        fun, kwargs, tuple(trees), leaves, names, argnums, ordered, rows, keys, carried,
         Split.of(count, microbatches),
     )  # fmt: skip
 
@@ -190,17 +197,43 @@ def _differentiable(name: str, leaf: Any) -> jax.Array:
     if not known or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
         raise TypeError(
             f"{name} is {described(leaf)}, which has no gradient; pass argnums= of floating-point "
-            "arguments only"
+            "arguments only. Where an argument holds others beside them, partition it (as "
+            "equinox.partition does), pass the rest as an argument of its own, and combine both "
+            "in the function"
         )
     return jnp.asarray(leaf)
 
 
 def _check_key(name: str, leaf: Any) -> None:
     old = _is_array(leaf) and leaf.dtype == np.uint32 and leaf.shape[-1:] in ((2,), (4,))
-    if not (_is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)) and not old:
+    if not _is_new_key(leaf) and not old:
         raise TypeError(
             f"{name} is {described(leaf)}, and rng_argnums names random keys; pass one of "
             "jax.random.key"
+        )
+
+
+def _is_new_key(leaf: Any) -> bool:
+    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _warn_of_keys(shared: Mapping[str, Any]) -> None:
+    """Warn of random keys that all microbatches get as they are.
+
+    Raw keys of the old kind look like any other array, and are not found.
+    """
+    found = []
+    for root, arg in shared.items():
+        for leaf, name in zip(jax.tree.leaves(arg), leaf_names(arg, root), strict=True):
+            if _is_new_key(leaf):
+                found.append(name)
+    if found:
+        one = len(found) == 1
+        warn(
+            f"{', '.join(found)} {'is a random key' if one else 'are random keys'}, and not in "
+            "rng_argnums: every microbatch draws the same numbers; name the argument in "
+            "rng_argnums=, or let the function close over the key if that is what is meant",
+            JaxmemWarning,
         )
 
 

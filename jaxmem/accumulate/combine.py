@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxmem.accumulate import devices
 from jaxmem.accumulate.split import Split
 from jaxmem.accumulate.trees import at_least_float32, described, leaf_names, promoted
-from jaxmem.accumulate.weighted import Weighted, ratio
+from jaxmem.accumulate.weighted import Weighted, counted, ratio
 
 MODES = ("stack", "concat", "sum", "mean", "last", "carry")
 
@@ -173,7 +173,8 @@ def _zero(mode: str, leaf: Any) -> Any:
     if mode == "sum":
         return devices.zeros(leaf, _sum_dtype(leaf.dtype))
     if mode == "mean":
-        return devices.zeros(leaf, at_least_float32(leaf.dtype)), jnp.zeros((), jnp.float32)
+        dtype = at_least_float32(leaf.dtype)
+        return devices.zeros(leaf, dtype), jnp.zeros((), jnp.finfo(dtype).dtype)
     return devices.zeros(leaf) if mode == "last" else ()
 
 
@@ -182,7 +183,7 @@ def _add(mode: str, old: Any, leaf: Any, weight: Any) -> tuple[Any, Any]:
     if _is_weighted(leaf):
         return tuple(
             (
-                old_total + jnp.where(weight == 0, 0, jnp.asarray(total, old_total.dtype)),
+                old_total + counted(jnp.asarray(total, old_total.dtype), weight),
                 old_weight + weight,
             )
             for (old_total, old_weight), (total, weight) in zip(old, leaf.terms, strict=True)

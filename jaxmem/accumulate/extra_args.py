@@ -37,11 +37,13 @@ def examples(names: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 def zero_sums(examples: Mapping[str, Any]) -> Sums:
     """The sums before the first microbatch."""
-    return {
-        name: (jax.tree.map(_zero, example), jnp.zeros((), jnp.float32))
-        for name, example in examples.items()
-        if example is not None
-    }
+    sums = {}
+    for name, example in examples.items():
+        if example is not None:
+            zeros = jax.tree.map(_zero, example)
+            dtype = at_least_float32(*(leaf.dtype for leaf in jax.tree.leaves(zeros)))
+            sums[name] = zeros, jnp.zeros((), jnp.finfo(dtype).dtype)
+    return sums
 
 
 def added(name: str, sums: tuple[Any, jax.Array], value: Any, weight: Any) -> Any:
@@ -64,7 +66,7 @@ def added(name: str, sums: tuple[Any, jax.Array], value: Any, weight: Any) -> An
             f"MultiSteps.update: {found}; pass MultiSteps(..., accumulated_args="
             f"{{{name!r}: an example}}) for a value that is not a scalar"
         )
-    weight = jnp.float32(1) if weight is None else weight
+    weight = jnp.ones((), weights.dtype) if weight is None else weight.astype(weights.dtype)
 
     def add(old: jax.Array, new: Any) -> jax.Array:
         return old + jnp.asarray(new, old.dtype) * weight.astype(old.dtype)

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem.accumulate import devices, modules
 from jaxmem.accumulate.call import Call, positional, take_apart, there
 from jaxmem.accumulate.combine import Spec
-from jaxmem.accumulate.loop import Result, Sink, run
+from jaxmem.accumulate.loop import Result, run
 from jaxmem.accumulate.mapped import axes_of, on_devices
+from jaxmem.accumulate.objective import Sink
 from jaxmem.accumulate.parts import Parts
 from jaxmem.accumulate.trees import at_least_float32, floating, sum_dtype, weighed
 from jaxmem.accumulate.weighted import check_finished, ratio
@@ -27,7 +28,7 @@ class BatchAux(NamedTuple):
 
     Attributes:
       aux: as `fun` returned it and `aux=` combined it; None without `has_aux`.
-      weight: the sum of the weights: a float32 scalar, and for a loss of several
+      weight: the sum of the weights: a scalar of the value's dtype, and for a loss of several
         terms one for each. For a mean loss, the number of rows.
     """
 
@@ -83,13 +84,16 @@ def value_and_grad(
       batch_argnums: arguments whose leaves are split along their leading axis. Leaves without
         axes go to every microbatch.
       rng_argnums: arguments that are random keys; each microbatch gets one of its own.  With
-        one microbatch the key is used as it is.
+        one microbatch the key is used as it is.  A key elsewhere is the same for all, of which
+        a `JaxmemWarning` tells (not of raw uint32 keys, which look like any other array).
       carry_argnums: arguments, such as batch statistics, of which each microbatch returns the
         next one's, where `aux` says "carry".
       aux: how auxiliary outputs are combined: one word for all, or words in a tree that
         begins as the outputs do.  "stack": [microbatches, …]; "concat": one entry per row,
         in the order of the batch; "sum"; "mean", weighted as the loss; "last"; "carry".
-        A `Weighted` among them becomes its mean over the batch.
+        A `Weighted` among them becomes its mean over the batch.  With `batch_sharding` each
+        device stacks its own: "stack" gives [devices × microbatches, …], those of the
+        first device first.
       batch_sharding: how the batch lies over devices, to sum gradients over them once
         per step and not in every microbatch: a `NamedSharding`, or a `PartitionSpec` where
         a mesh is set; its first entry counts.  `fun` then sees the rows of one device, and draws
@@ -184,7 +188,7 @@ def accumulate(
 def outputs(parts: Parts, result: Result) -> Any:
     """What stands beside the gradients."""
     if parts.return_weight:
-        weight = tuple(jnp.asarray(weight, jnp.float32) for weight in result.weights)
+        weight = tuple(jnp.asarray(weight, result.value.dtype) for weight in result.weights)
         aux = result.aux if parts.has_aux else None
         return result.value, BatchAux(aux, weight[0] if len(weight) == 1 else weight)
     return (result.value, result.aux) if parts.has_aux else result.value
@@ -195,8 +199,7 @@ def gradients(call: Call, result: Result, single: bool) -> Any:
     own = set(call.rows)
     shared = [path for path in call.diff if path not in own]
     found = {**dict(zip(shared, result.held, strict=True)), **result.rows}
-    positions = dict.fromkeys(position for position, _ in call.diff)
-    trees = [call.argument(position, {**call.leaves, **found}) for position in positions]
+    trees = [call.argument(position, {**call.leaves, **found}) for position in call.argnums]
     return trees[0] if single else tuple(trees)
 
 

@@ -48,7 +48,6 @@ class Stacked:
 
     closed: ClosedJaxpr
     at: Mapping[int, Mapping[int, int]]
-
     wanted: Mapping[int, Sequence[bool]]
 
     @property
@@ -110,14 +109,9 @@ def evaluate(
         if places is None:
             return through(eqn, operands, stacked.at, special)
         own = {place: held[number] for place, number in places.items()}
-        form, linear = _form(eqn), None
-        assert form is not None  # as `find` has seen
-        if _jax.is_stack(eqn):
-            stack: Stack = eqn.params["stack"]
-            linear = stack.linear(stacked.wanted[id(eqn)])
-            note_plan(stack.policy, linear.plan)
-        if linear is None or linear.plan.kind == "none":
-            outs, own, factor = _scan(form, operands, own, factor, add)
+        linear = _schedule(eqn, stacked.wanted[id(eqn)])
+        if linear is None:
+            outs, own, factor = _scan(_form(eqn), operands, own, factor, add)
         else:
             outs, own, factor = _stack(linear, operands, own, factor, add)
         held.update({number: own[place] for place, number in places.items()})
@@ -174,7 +168,7 @@ class _Search:
                 continue
             for number in known.values():
                 self.uses[number] += 1
-            if known and not eqn.effects and (form := _form(eqn)) is not None and form.length:
+            if known and not eqn.effects and _is_form(eqn) and (form := _form(eqn)).length:
                 first = form.body.num_consts + form.body.num_carry
                 places = {place: number for place, number in known.items() if place >= first}
                 if places:
@@ -184,16 +178,28 @@ class _Search:
                 self.uses[origin[atom]] += 1
 
 
-def _form(eqn: Any) -> Form | None:
+def _is_form(eqn: Any) -> bool:
+    return _jax.is_stack(eqn) or _jax.is_scan(eqn)
+
+
+def _form(eqn: Any) -> Form:
     """The scan that an equation is, bound to a policy or not."""
     if _jax.is_stack(eqn):
         return eqn.params["stack"].form
-    if not _jax.is_scan(eqn):
-        return None
     scan = _jax.scan_parts(eqn)
     return Form(
         Body(scan.body, scan.num_consts, scan.num_carry), scan.length, scan.reverse, scan.unroll
     )
+
+
+def _schedule(eqn: Any, wanted: Sequence[bool]) -> Tangent | None:
+    """A stack's own schedule; None for what runs as an ordinary scan."""
+    if not _jax.is_stack(eqn):
+        return None
+    stack: Stack = eqn.params["stack"]
+    linear = stack.linear(wanted)
+    note_plan(stack.policy, linear.plan)
+    return None if linear.plan.kind == "none" else linear
 
 
 # ---------------------------------------------------------------- an ordinary scan

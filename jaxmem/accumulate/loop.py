@@ -10,51 +10,22 @@ one number.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.accumulate import devices, inplace
+from jaxmem.accumulate import devices
 from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.combine import Spec
 from jaxmem.accumulate.micro import Micro
+from jaxmem.accumulate.objective import Objective, Sink
 from jaxmem.accumulate.split import microbatch
-from jaxmem.accumulate.trees import weighed
-from jaxmem.accumulate.weighted import Weighted, ratio
+from jaxmem.accumulate.trees import at_least_float32
+from jaxmem.accumulate.weighted import Weighted, counted, ratio
 
 # ---------------------------------------------------------------- types
-
-
-class Sink(Protocol):
-    """Where gradients go, microbatch by microbatch.
-
-    Attributes:
-      wants_share: whether `add` is to get the microbatch's share in the gradient of the
-        whole batch, and not what is divided at the end.
-    """
-
-    wants_share: bool
-
-    def begin(self, leaves: Sequence[jax.Array]) -> list[Any]:
-        """What is held for each leaf before the first microbatch: trees of arrays of its shape."""
-        ...
-
-    def add(self, held: Any, gradient: jax.Array, factor: Any) -> Any:
-        """What is held for a leaf, or for rows of it, after one more gradient.
-
-        It counts `factor` times (None: once), and not at all, even if it is NaN, with 0.
-        """
-        ...
-
-    def divided(self, total: jax.Array, divisor: Any, leaf: jax.Array) -> jax.Array:
-        """The gradient of a leaf that is split, after the loop."""
-        ...
-
-    def end(self, held: list[Any], divisor: Any, axes: Sequence[str]) -> Any:
-        """What is made of it: summed over `axes`, and divided (None: by 1)."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +103,22 @@ class _Loop:
 
     def run(self) -> Result:
         carry = devices.own_keys(jax.tree.map(jnp.asarray, self.call.carry()), self.axes)
-        shapes = self._shapes(carry)
-        terms, aux = shapes
+        terms, aux = self._shapes(carry)
         self.mean = not isinstance(terms, Weighted)
+        # Of factors and shares: what they multiply may have 64 bits.
+        self.dtype = at_least_float32(*(leaf.dtype for leaf in jax.tree.leaves(terms)))
         weights = self._known_weights(carry, terms)
-        self.scales, divisor = self._scales(weights)
+        scales, divisor = self._scales(weights)
         factors = self._factors(divisor)
+        objective = Objective(
+            micro=self.micro,
+            params={path: self.call.leaves[path] for path in self.shared},
+            split=self.split_diff,
+            add=self.sink.add,
+            scales=scales,
+            dtype=self.dtype,
+            place=self._varying,
+        )
 
         sums = self._sums(terms)
         state = (
@@ -149,7 +130,9 @@ class _Loop:
         state = self._varying(state)
         collected = []
         for group, rows in self.groups:
-            body = functools.partial(self._add, group.size, rows, group.first, factors)
+            body = functools.partial(
+                self._add, objective, group.size, rows, group.first, factors(group.size)
+            )
             if group.count == 1:
                 state, out = body(state, group.first)
                 out = jax.tree.map(lambda leaf: leaf[None], out)
@@ -208,16 +191,16 @@ class _Loop:
             state, _ = jax.lax.scan(body, state, numbers)
         return tuple(devices.summed(state[0], self.axes))
 
-    def _scales(self, weights: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], Any]:
+    def _scales(self, weights: tuple[Any, ...] | None) -> tuple[tuple[Any, ...] | None, Any]:
         """How each term counts in what is differentiated, and what the sum is divided by."""
-        if weights is None:
-            return (None,), None
         if self.mean:
             divisor = self.split.microbatches if self.split.even else self.split.rows
-            return (None,), divisor * self._devices()
+            return None, divisor * self._devices()
+        if weights is None:
+            return (None,), None
         if len(weights) == 1:
             return (None,), weights[0]
-        return tuple(ratio(jnp.float32(1), weight) for weight in weights), 1
+        return tuple(ratio(jnp.ones((), self.dtype), weight) for weight in weights), 1
 
     def _factors(self, divisor: Any) -> Callable[[int], Any]:
         """How often a microbatch of so many rows counts; None for once."""
@@ -225,102 +208,34 @@ class _Loop:
 
         def factor(size: int) -> Any:
             if not self.sink.wants_share:
-                return jnp.float32(size) if ragged else None
-            return ratio(jnp.float32(size if ragged else 1), jnp.asarray(divisor, jnp.float32))
+                return jnp.asarray(size, self.dtype) if ragged else None
+            return ratio(jnp.asarray(size if ragged else 1, self.dtype), divisor)
 
         return factor
 
     # The loop.
 
     def _add(
-        self, size: int, rows: Any, first: int, factors: Any, state: Any, index: Any
+        self,
+        objective: Objective,
+        size: int,
+        rows: Any,
+        first: int,
+        factor: Any,
+        state: Any,
+        index: Any,
     ) -> tuple[Any, Any]:
         held, sums, aux_sums, carry = state
         leaves = self._leaves(rows, first, index)
 
-        held, split, loss, aux = self._gradients(held, leaves, carry, size, factors(size))
+        held, split, loss, aux = objective(held, leaves, carry, size, factor)
         new_sums = self._added(sums, loss, size)
         collected: Any = []
         if self.has_aux:
-            weight = jnp.float32(size) if self.mean else loss.terms[0][1]
+            weight = jnp.asarray(size, self.dtype) if self.mean else loss.terms[0][1]
             aux_sums, collected = self.spec.add(aux_sums, aux, weight)
         state = (held, new_sums, aux_sums, self._carried(aux, carry))
         return self._varying(state), (collected, split)
-
-    def _gradients(
-        self, held: list[Any], leaves: dict[Path, Any], carry: list[Any], size: int, factor: Any
-    ) -> tuple[list[Any], list[Any], Any, Any]:
-        """What is held with one more microbatch; gradients of its rows, its loss and its aux."""
-        shared = [self.call.leaves[path] for path in self.shared]
-        split = [leaves[path] for path in self.split_diff]
-
-        def objective(shared: list[Any], split: list[Any], leaves: Any, carry: Any) -> Any:
-            own = {
-                **leaves,
-                **dict(zip(self.shared, shared, strict=True)),
-                **dict(zip(self.split_diff, split, strict=True)),
-            }
-            loss, aux = self.micro(own, carry, rows=size)
-            if self.mean:
-                return loss, (loss, aux)
-            parts = [
-                _times(jnp.where(weight == 0, jnp.zeros_like(total), total), scale)
-                for (total, weight), scale in zip(loss.terms, self.scales, strict=True)
-            ]
-            return _sum(parts), (loss, aux)
-
-        flat, tree = jax.tree.flatten((shared, split, leaves, carry))
-        closed, out_shape = jax.make_jaxpr(
-            lambda *flat: objective(*tree.unflatten(flat)), return_shape=True
-        )(*flat)
-        out_tree = jax.tree.structure(out_shape)
-        stacked = inplace.find(closed, range(len(shared)), range(len(shared) + len(split)))
-        always = self.mean and factor is None  # then nothing is multiplied
-
-        def add(held: Any, gradient: jax.Array, factor: Any) -> Any:
-            return self.sink.add(held, gradient, None if always else factor)
-
-        def run(shared: list[Any], split: list[Any], own: Any, factor: Any) -> Any:
-            full = [*shared, *split, *flat[len(shared) + len(split) :]]
-            outs, own, factor = inplace.evaluate(stacked, full, own, factor, add)
-            # What is constant comes out of a jaxpr as a number.
-            value, found = out_tree.unflatten(map(jnp.asarray, outs))
-            return (value, own, factor), found
-
-        alone = [k for k in range(len(shared)) if k not in stacked.arguments]
-        own = {k: held[k] for k in sorted(stacked.arguments)}
-
-        def of(given: list[Any], split: list[Any], own: Any, factor: Any) -> Any:
-            full = list(shared)
-            for k, leaf in zip(alone, given, strict=True):
-                full[k] = leaf
-            return run(full, split, own, factor)
-
-        one = self._varying(jnp.ones((), jnp.float32))
-        (value, *_), pull, (loss, aux) = jax.vjp(
-            of, [shared[k] for k in alone], split, own, one, has_aux=True
-        )
-        seed = jnp.ones_like(value)
-        if not self.mean:
-            # What has no weight is left out, whatever it is: 0 × NaN is NaN.
-            factor = one if factor is None else factor
-            if len(loss.terms) == 1:
-                # The gradient of the microbatch's mean, which is that many times as small as that
-                # of its sum: a narrow dtype may not hold the latter.
-                ((_, weight),) = loss.terms
-                seed, factor = ratio(jnp.float32(1), weight).astype(seed.dtype), factor * weight
-            else:
-                counts = functools.reduce(jnp.logical_or, [weight != 0 for _, weight in loss.terms])
-                factor = jnp.where(counts, factor, 0)
-        given = one if factor is None else self._varying(factor)
-        new, split_out, own, _ = pull((self._varying(seed), own, given))
-        held = list(held)
-        for k, gradient in zip(alone, new, strict=True):
-            held[k] = add(held[k], gradient, given)
-        for k, after in own.items():
-            held[k] = after
-        rows = [gradient if always else weighed(gradient, given) for gradient in split_out]
-        return held, rows, loss, aux
 
     def _carried(self, aux: Any, carry: list[Any]) -> list[Any]:
         if not carry:
@@ -334,10 +249,10 @@ class _Loop:
     def _sums(self, terms: Any) -> Any:
         """Totals and weights before the first microbatch."""
         if self.mean:
-            return jnp.zeros((), jnp.promote_types(terms.dtype, jnp.float32))
+            return jnp.zeros((), at_least_float32(terms.dtype))
         return [
-            (jnp.zeros((), jnp.promote_types(total.dtype, jnp.float32)), jnp.zeros((), jnp.float32))
-            for total, _ in terms.terms
+            (jnp.zeros((), at_least_float32(total.dtype)), jnp.zeros((), weight.dtype))
+            for total, weight in terms.terms
         ]
 
     def _added(self, sums: Any, loss: Any, size: int) -> Any:
@@ -345,7 +260,7 @@ class _Loop:
             loss = loss.astype(sums.dtype)
             return sums + (loss if self.split.even else loss * size)
         return [
-            (old + jnp.where(weight == 0, 0, total.astype(old.dtype)), weights + weight)
+            (old + counted(total.astype(old.dtype), weight), weights + weight)
             for (old, weights), (total, weight) in zip(sums, loss.terms, strict=True)
         ]
 
@@ -391,12 +306,3 @@ class _Loop:
                 self.axes,
             )
         return Result(value, tuple(weights), aux, aux_split, held, rows)
-
-
-def _times(total: jax.Array, scale: Any) -> jax.Array:
-    return total if scale is None else total * scale.astype(total.dtype)
-
-
-def _sum(parts: Sequence[jax.Array]) -> jax.Array:
-    dtype = functools.reduce(jnp.promote_types, [part.dtype for part in parts])
-    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])

@@ -26,16 +26,27 @@ def present(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
             raise TypeError(
                 f"{name}= is an NNX module, {type(value).__name__}; pass modules by position"
             )
-    kinds = (nnx.Module, nnx.Rngs)
     for position, arg in enumerate(args):
-        inside = jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, kinds))
-        found = [node for node in inside if isinstance(node, kinds)]
-        if found and not isinstance(arg, nnx.Module):
+        found = _inside(arg)
+        if found is not None and not isinstance(arg, nnx.Module):
             raise TypeError(
-                f"argument {position} has an NNX {type(found[0]).__name__} in it, whose changes "
+                f"argument {position} has an NNX {type(found).__name__} in it, whose changes "
                 "would be lost; pass a module that holds it, as an argument of its own"
             )
     return any(isinstance(arg, nnx.Module) for arg in args)
+
+
+def refuse(what: str, *args: Any) -> None:
+    """Raises `TypeError` if NNX modules are among the arguments, or in them."""
+    found = _inside(args)
+    if found is not None:
+        raise TypeError(
+            f"{what} takes no NNX modules, and got a {type(found).__name__}: its batch statistics "
+            "and keys would be taken for parameters. Take it apart, graph, params, rest = "
+            "flax.nnx.split(model, flax.nnx.Param, ...), pass params as the parameters and rest "
+            "in carry_argnums=, and let the function flax.nnx.merge them and return the new rest "
+            'as its "carry"'
+        )
 
 
 def wanted(argnums: Any) -> tuple[Any, dict[int, Any]]:
@@ -98,6 +109,13 @@ def write_back(args: Sequence[Any], positions: Sequence[int], states: Sequence[A
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _inside(tree: Any) -> Any:
+    """The first NNX module in a tree, or `nnx.Rngs`; None if there is none."""
+    kinds = (nnx.Module, nnx.Rngs)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return next((node for node in leaves if isinstance(node, kinds)), None)
 
 
 def _check_apart(modules: Sequence[Any], positions: Sequence[int]) -> None:

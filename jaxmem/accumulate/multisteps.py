@@ -18,16 +18,8 @@ import optax
 from jax.core import Tracer
 
 from jaxmem.accumulate import extra_args
-from jaxmem.accumulate.once import run_if
-from jaxmem.accumulate.trees import (
-    at_least_float32,
-    described,
-    difference,
-    floating,
-    own_zero,
-    promoted,
-    sum_dtype,
-)
+from jaxmem.accumulate.stepped import stepped
+from jaxmem.accumulate.trees import at_least_float32, described, difference, floating, sum_dtype
 from jaxmem.accumulate.weighted import checked_weight, ratio
 
 # ---------------------------------------------------------------- types
@@ -42,7 +34,8 @@ class MultiStepsState(NamedTuple):
       inner_opt_state: of the wrapped optimizer.
       acc_grads: the mean (or sum) over the window so far; zeros where a window begins.
       skip_state: what `should_skip_update_fn` returned beside its verdict.
-      weight: float32, the sum of the weights in the window so far.
+      weight: float32 (float64 with such an accumulator), the sum of the weights in the window
+        so far.
       skipped: int32, microbatches skipped since the beginning.
       updated: bool, whether the wrapped optimizer ran in the last call.
       extra_args: for each accumulated extra argument, its weighted sum and the weight.
@@ -152,15 +145,17 @@ class MultiSteps:
         skip_state: Any = ()
         if self._should_skip is not None:
             skip_state = self._verdict(jax.tree.map(jnp.zeros_like, params), zero(), params)[1]
+        acc_grads = jax.tree.map(
+            lambda leaf: jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self._dtype)), params
+        )
+        dtype = at_least_float32(*(leaf.dtype for leaf in jax.tree.leaves(acc_grads)))
         return MultiStepsState(
             mini_step=zero(),
             gradient_step=zero(),
             inner_opt_state=self._opt.init(params),
-            acc_grads=jax.tree.map(
-                lambda leaf: jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self._dtype)), params
-            ),
+            acc_grads=acc_grads,
             skip_state=skip_state,
-            weight=jnp.zeros((), jnp.float32),
+            weight=jnp.zeros((), jnp.finfo(dtype).dtype),
             skipped=zero(),
             updated=jnp.zeros((), jnp.bool_),
             extra_args=extra_args.zero_sums(self._examples),
@@ -184,7 +179,10 @@ class MultiSteps:
           params: if the wrapped optimizer wants them.
           weight: how much the microbatch counts, for instance its number of
             tokens; None counts as 1.  One of weight 0 fills its place in the
-            window and changes nothing, even if its gradient is NaN.
+            window and changes nothing, even if its gradient is NaN.  It is one
+            number: across steps a loss of several `Weighted` terms, each with
+            a denominator of its own, is exact only where these are in one proportion in all
+            microbatches; else put the whole batch in one `jaxmem.value_and_grad`.
           emit: also end the window here, full or not.
           others: extra arguments for the wrapped optimizer.
 
@@ -197,13 +195,14 @@ class MultiSteps:
           TypeError, ValueError: weight, emit, gradients or extra arguments
             cannot be; the text says which and why.
         """
+        _check_state("MultiSteps.update", state)
         if found := difference(updates, state.acc_grads, ("the gradient", "the state")):
             raise ValueError(
                 f"MultiSteps.update: {found}; pass gradients of the parameters that init was given"
             )
         length = _window("every_k_schedule(gradient_step)", self._schedule(state.gradient_step))
         if weight is not None:
-            weight = checked_weight("MultiSteps.update: weight", weight)
+            weight = checked_weight("MultiSteps.update: weight", weight, state.weight.dtype)
         skip, skip_state = self._verdict(updates, state.gradient_step, params)
         # What is left out is left out by `where`: 0 × NaN would be NaN.
         counts = None if skip is None else ~skip
@@ -224,7 +223,9 @@ class MultiSteps:
         if emit is not None:
             ends = ends | _flag("MultiSteps.update: emit", emit)
         steps = ends & (total != 0)  # a NaN of a weight goes on to where it is seen
-        changes, mean, inner = self._stepped(steps, updates, mean, state, params, passed)
+        changes, mean, inner = stepped(
+            self._opt, steps, updates, mean, state.inner_opt_state, params, passed
+        )
 
         return changes, MultiStepsState(
             mini_step=jnp.where(ends, 0, mini_step),
@@ -246,6 +247,7 @@ class MultiSteps:
 
     def has_updated(self, state: MultiStepsState) -> jax.Array:
         """Whether the last call of `update` ran the wrapped optimizer: a bool array."""
+        _check_state("MultiSteps.has_updated", state)
         return state.updated
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -299,90 +301,29 @@ class MultiSteps:
                 extra_args.check_no_mean(name, value)
         return sums, passed
 
-    def _stepped(
-        self,
-        steps: jax.Array,
-        gradients: Any,
-        mean: Any,
-        state: MultiStepsState,
-        params: Any,
-        passed: dict[str, Any],
-    ) -> tuple[Any, Any, Any]:
-        """Updates, accumulator and inner state, after a step if there is to be one.
-
-        After a step the accumulator is zeros, and without one the updates are: one
-        buffer holds whichever is not.
-        """
-        leaves, tree = jax.tree.flatten(passed)
-        arrays = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)}
-
-        def inner_update(mean: Any, inner: Any, operands: Any) -> tuple[Any, Any]:
-            params, arrays = operands
-            extra = jax.tree.unflatten(tree, [arrays.get(k, leaf) for k, leaf in enumerate(leaves)])
-            updates, new = self._opt.update(mean, inner, params, **extra)
-            return updates, jax.tree.map(_like, new, inner)
-
-        inner, operands = state.inner_opt_state, (params, arrays)
-        found = jax.eval_shape(inner_update, mean, inner, operands)[0]
-        wanted = found
-        if any(map(_differ, jax.tree.leaves(gradients), jax.tree.leaves(mean))):
-            wanted = jax.eval_shape(inner_update, gradients, inner, operands)[0]
-        inner = jax.tree.map(_like, inner, inner)
-
-        if _can_share(found, mean):
-
-            def body(carry: Any, operands: Any) -> Any:
-                shared, inner = carry
-                updates, inner = inner_update(jax.tree.map(_like, shared, mean), inner, operands)
-                return jax.tree.map(_like, updates, shared), inner
-
-            shared = jax.tree.map(
-                lambda acc, new: acc.astype(promoted(acc.dtype, new.dtype)), mean, found
-            )
-            shared, inner = run_if(body, steps, (shared, inner), operands)
-            updates = jax.tree.map(lambda x: jnp.where(steps, x, own_zero(x.dtype)), shared)
-            mean = jax.tree.map(
-                lambda x, acc: jnp.where(steps, own_zero(x.dtype), x).astype(acc.dtype),
-                shared,
-                mean,
-            )
-        else:
-
-            def body(carry: Any, operands: Any) -> Any:
-                _, mean, inner = carry
-                updates, inner = inner_update(mean, inner, operands)
-                return updates, jax.tree.map(jnp.zeros_like, mean), inner
-
-            none = jax.tree.map(lambda new: jnp.zeros(new.shape, new.dtype), found)
-            updates, mean, inner = run_if(body, steps, (none, mean, inner), operands)
-        return jax.tree.map(_like, updates, wanted), mean, inner
-
 
 # ---------------------------------------------------------------- implementation
-
-_ARRAYS = (jax.Array, np.ndarray)
-
-
-def _like(leaf: Any, other: Any) -> jax.Array:
-    """The leaf in the other's dtype, of which it is not just a guess (jax's weak types)."""
-    return jax.lax.convert_element_type(
-        leaf, other.dtype if hasattr(other, "dtype") else jnp.result_type(other)
-    )
-
-
-def _differ(leaf: Any, other: Any) -> bool:
-    return jnp.result_type(leaf) != jnp.result_type(other)
-
-
-def _can_share(updates: Any, mean: Any) -> bool:
-    return difference(updates, mean, ("", "")) is None and all(
-        jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(updates)
-    )
 
 
 def _choose(flag: Any, new: jax.Array, old: jax.Array) -> jax.Array:
     """`new` where `flag` is true, or is None."""
     return new if flag is None else jnp.where(flag, new, old)
+
+
+def _check_state(where: str, state: Any) -> None:
+    """Raises `TypeError` if it is not a state of ours."""
+    if isinstance(state, MultiStepsState):
+        return
+    if isinstance(state, optax.MultiStepsState):
+        raise TypeError(
+            f"{where}: the state is optax's own MultiStepsState, in which the weights of the "
+            "window are missing; go on from it with tx.init(params)._replace(**state._asdict(), "
+            "weight=jax.numpy.float32(state.mini_step)), or begin anew with tx.init(params)"
+        )
+    raise TypeError(
+        f"{where}: the state must be what MultiSteps.init or the last update returned, got a "
+        f"{type(state).__name__}"
+    )
 
 
 def _window(what: str, length: Any) -> Any:

@@ -78,10 +78,14 @@ def own_zero(dtype: Any) -> jax.Array:
 
 
 def weighed(gradient: jax.Array, factor: Any) -> jax.Array:
-    """A gradient that counts `factor` times; with 0 it is zero, even if it is NaN."""
+    """A gradient that counts `factor` times; with 0 it is zero, even if it is NaN.
+
+    With less than 0 it counts −factor times, and what is not finite of it is zero.
+    """
     dtype = at_least_float32(gradient.dtype)
-    factor = factor.astype(dtype)
-    return jnp.where(factor == 0, own_zero(dtype), gradient.astype(dtype) * factor)
+    out = (factor == 0) | ((factor < 0) & ~jnp.isfinite(gradient))
+    times = jnp.abs(factor).astype(dtype)
+    return jnp.where(out, own_zero(dtype), gradient.astype(dtype) * times)
 
 
 def leaf_names(tree: Any, root: str = "") -> list[str]:

@@ -1,7 +1,9 @@
 """Sums that know what they are to be divided by."""
 
 import dataclasses
+import functools
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmem.accumulate.trees import at_least_float32, described, own_zero
+from jaxmem.accumulate.trees import at_least_float32, described, own_zero, promoted
 
 # ---------------------------------------------------------------- API
 
@@ -28,13 +30,20 @@ class Weighted:
     Over microbatches i the loss is then the sum over the terms t of
     (Σᵢ totalₜᵢ) / (Σᵢ weightₜᵢ), and its gradient takes the weights as constants.  A term
     that every microbatch has alike, such as a penalty on the parameters, has
-    the weight 1.  A total of weight 0 counts as 0, whatever it is, even NaN.  (Where only one of
+    the weight 1.
+
+    Where the weights of the whole batch sum to 0, the term is 0, whatever the totals are.  A
+    microbatch of weight 0 in a batch that has some still counts with its total, which need
+    not be 0 (of a focal loss, divided by the number of positives: that of the negatives).  Its
+    total is left out if it is not finite, and if it is 0 or left out, so is what is not
+    finite of its gradient: a mean over nothing does no harm.  (Where only one of
     several terms has no weight and is NaN, its gradient is NaN, as it is in jax: mask what
     the NaN is computed from.)
 
     Args:
       total: a real scalar, the sum over what the weight counts.
-      weight: a real scalar of at least 0, such as the number of tokens.
+      weight: a real scalar of at least 0, such as the number of tokens.  It is held in
+        float32, and in float64 beside a total in float64.
 
     Raises:
       TypeError: one of them is not a real number.
@@ -51,7 +60,8 @@ class Weighted:
 
     def __init__(self, total: Any, weight: Any) -> None:
         total = scalar("Weighted: total", total)
-        object.__setattr__(self, "terms", ((total, checked_weight("Weighted: weight", weight)),))
+        weight = checked_weight("Weighted: weight", weight, at_least_float32(total.dtype))
+        object.__setattr__(self, "terms", ((total, weight),))
 
     @classmethod
     def of(cls, terms: Any) -> "Weighted":
@@ -63,7 +73,7 @@ class Weighted:
     @property
     def mean(self) -> jax.Array:
         """The sum over the terms of total / weight; a term of no weight is 0."""
-        return sum((ratio(total, weight) for total, weight in self.terms), jnp.float32(0))
+        return summed([ratio(total, weight) for total, weight in self.terms])
 
     def __add__(self, other: Any) -> "Weighted":
         if isinstance(other, Weighted):
@@ -122,8 +132,20 @@ def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     return total / jnp.where(none, jnp.ones((), dtype), weight)
 
 
-def checked_weight(what: str, weight: Any) -> Any:
-    """`weight` in float32, if it can be one; where it is not known yet and negative, NaN.
+def counted(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """A microbatch's total as it counts in the batch: 0 if it has no weight and is not finite."""
+    out = (weight == 0) & ~jnp.isfinite(total)
+    return jnp.where(out, jnp.zeros_like(total), total)
+
+
+def summed(parts: Sequence[jax.Array]) -> jax.Array:
+    """The sum of scalars, in what they promote to."""
+    dtype = promoted(*(part.dtype for part in parts))
+    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
+
+
+def checked_weight(what: str, weight: Any, dtype: Any = jnp.float32) -> Any:
+    """`weight` in this dtype, if it can be one; where it is not known yet and negative, NaN.
 
     Raises:
       TypeError: it is not a real number.
@@ -131,14 +153,14 @@ def checked_weight(what: str, weight: Any) -> Any:
     """
     found = scalar(what, weight, "the number of tokens or examples")
     if isinstance(weight, Tracer):
-        found = jax.lax.stop_gradient(found).astype(jnp.float32)
+        found = jax.lax.stop_gradient(found).astype(dtype)
         return jnp.where(found >= 0, found, jnp.nan)
     if not 0 <= float(weight) < float("inf"):
         raise ValueError(
             f"{what} must be at least 0 and finite, got {float(weight)}; pass the number of tokens "
             "or examples that count"
         )
-    return jnp.asarray(weight, jnp.float32)
+    return jnp.asarray(weight, dtype)
 
 
 def check_finished(weights: Any) -> None:

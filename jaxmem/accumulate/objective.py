@@ -1,0 +1,171 @@
+"""One microbatch: what is differentiated, how often its gradient counts, and where that goes.
+
+A microbatch's total is differentiated from a seed of 1 / weight, and the gradient counts weight
+times: that of a sum over many tokens may be too large for a narrow dtype, that of their
+mean is not.  Where there is no weight the seed is 1: a finite total counts without one.
+What is left out then (see `Weighted`) is left out by `where`, for 0 × NaN is NaN.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.accumulate import inplace
+from jaxmem.accumulate.call import Path
+from jaxmem.accumulate.trees import weighed
+from jaxmem.accumulate.weighted import Weighted, counted, ratio, summed
+
+# ---------------------------------------------------------------- types
+
+
+class Sink(Protocol):
+    """Where gradients go, microbatch by microbatch.
+
+    Attributes:
+      wants_share: whether `add` is to get the microbatch's share in the gradient of the
+        whole batch, and not what is divided at the end.
+    """
+
+    wants_share: bool
+
+    def begin(self, leaves: Sequence[jax.Array]) -> list[Any]:
+        """What is held for each leaf before the first microbatch: trees of arrays of its shape."""
+        ...
+
+    def add(self, held: Any, gradient: jax.Array, factor: Any) -> Any:
+        """What is held for a leaf, or for rows of it, after one more gradient.
+
+        It counts as `trees.weighed` says, and once if the factor is None.
+        """
+        ...
+
+    def divided(self, total: jax.Array, divisor: Any, leaf: jax.Array) -> jax.Array:
+        """The gradient of a leaf that is split, after the loop."""
+        ...
+
+    def end(self, held: list[Any], divisor: Any, axes: Sequence[str]) -> Any:
+        """What is made of it: summed over `axes`, and divided (None: by 1)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A function of which microbatches are differentiated.
+
+    Attributes:
+      micro: (leaves, carry, rows) -> the loss, a scalar or a `Weighted`, and auxiliary outputs.
+      params: leaves that all microbatches share and a gradient is wanted of, by path.
+      split: paths of leaves that are each microbatch's own and a gradient is wanted of.
+      add: `Sink.add`.
+      scales: how each term of a `Weighted` counts in what is differentiated, None for once;
+        None for a mean loss.
+      dtype: of factors.
+      place: makes scalars vary over devices as the rows do.
+    """
+
+    micro: Callable[..., tuple[Any, Any]]
+    params: Mapping[Path, jax.Array]
+    split: Sequence[Path]
+    add: Callable[[Any, Any, Any], Any]
+    scales: tuple[Any, ...] | None
+    dtype: Any
+    place: Callable[[Any], Any]
+
+    def __call__(
+        self, held: list[Any], leaves: Mapping[Path, Any], carry: list[Any], size: int, factor: Any
+    ) -> tuple[list[Any], list[Any], Any, Any]:
+        """What is held with one more microbatch; gradients of its rows, its loss and its aux.
+
+        Args:
+          held: of each of `params`.
+          leaves: the microbatch's own.
+          carry: the carried arguments.
+          size: its number of rows.
+          factor: how often its mean, or a `Weighted` total, counts; None for once.
+        """
+        shared = list(self.params.values())
+        split = [leaves[path] for path in self.split]
+        flat, tree = jax.tree.flatten((shared, split, leaves, carry))
+        closed, out_shape = jax.make_jaxpr(
+            lambda *flat: self._value(size, *tree.unflatten(flat)), return_shape=True
+        )(*flat)
+        out_tree = jax.tree.structure(out_shape)
+        stacked = inplace.find(closed, range(len(shared)), range(len(shared) + len(split)))
+        always = self.scales is None and factor is None  # then nothing is multiplied
+
+        def add(held: Any, gradient: jax.Array, factor: Any) -> Any:
+            return self.add(held, gradient, None if always else factor)
+
+        alone = [k for k in range(len(shared)) if k not in stacked.arguments]
+        own = {k: held[k] for k in sorted(stacked.arguments)}
+
+        def of(given: list[Any], split: list[Any], own: Any, factor: Any) -> Any:
+            full = [*shared, *split, *flat[len(shared) + len(split) :]]
+            for k, leaf in zip(alone, given, strict=True):
+                full[k] = leaf
+            outs, own, factor = inplace.evaluate(stacked, full, own, factor, add)
+            # What is constant comes out of a jaxpr as a number.
+            value, found = out_tree.unflatten(map(jnp.asarray, outs))
+            return (value, own, factor), found
+
+        one = self.place(jnp.ones((), self.dtype))
+        (value, *_), pull, (loss, aux) = jax.vjp(
+            of, [shared[k] for k in alone], split, own, one, has_aux=True
+        )
+        factor = one if factor is None else factor.astype(self.dtype)
+        seed, factor = self._counts(loss, factor)
+        seed, factor = self.place(seed.astype(value.dtype)), self.place(factor)
+        new, split_out, own, _ = pull((seed, own, factor))
+        held = list(held)
+        for k, gradient in zip(alone, new, strict=True):
+            held[k] = add(held[k], gradient, factor)
+        for k, after in own.items():
+            held[k] = after
+        rows = [gradient if always else weighed(gradient, factor) for gradient in split_out]
+        return held, rows, loss, aux
+
+    def _value(
+        self, size: int, shared: list[Any], split: list[Any], leaves: Any, carry: Any
+    ) -> tuple[jax.Array, Any]:
+        """What is differentiated, and beside it the loss and the auxiliary outputs."""
+        own = {
+            **leaves,
+            **dict(zip(self.params, shared, strict=True)),
+            **dict(zip(self.split, split, strict=True)),
+        }
+        loss, aux = self.micro(own, carry, rows=size)
+        if self.scales is None:
+            return loss, (loss, aux)
+        parts = [
+            _times(counted(total, weight), scale)
+            for (total, weight), scale in zip(loss.terms, self.scales, strict=True)
+        ]
+        return summed(parts), (loss, aux)
+
+    def _counts(self, loss: Any, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The seed of the gradient, and how often it counts."""
+        seed = jnp.ones((), self.dtype)
+        if not isinstance(loss, Weighted):
+            return seed, factor
+        totals, weights = zip(*loss.terms, strict=True)
+        empty = _all(weight == 0 for weight in weights)
+        if len(weights) == 1:
+            weight = jnp.where(empty, 1, weights[0]).astype(self.dtype)
+            seed, factor = ratio(seed, weight), factor * weight
+        sound = _all(jnp.isfinite(total) & (total != 0) for total in totals)
+        return seed, jnp.where(empty & ~sound, -factor, factor)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _times(total: jax.Array, scale: Any) -> jax.Array:
+    return total if scale is None else total * scale.astype(total.dtype)
+
+
+def _all(flags: Any) -> Any:
+    return functools.reduce(jnp.logical_and, flags)
