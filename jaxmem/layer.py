@@ -99,11 +99,24 @@ class Layer:
         Args:
           kept: places in `values`.
           offload: of others, whose values go to the host where they are stored.
+
+        Raises:
+          ValueError: there is no such place, or what is kept is not enough.
         """
+        if beyond := [place for place in (*kept, *offload) if place >= len(self.values)]:
+            raise ValueError(
+                f"bad plan: it keeps value {beyond[0]} of a layer that has {len(self.values)}; fit "
+                "the step anew"
+            )
         other = copy.copy(self)
         other.kept = (*kept, *offload)
         other._on_host = len(offload)
         other.again = True
+        if not other._suffices():
+            raise ValueError(
+                f"bad plan: from the values {list(other.kept)} of a layer, which it keeps, not all "
+                "that the backward pass reads can be computed; fit the step anew"
+            )
         other._tape_jitted()
         return other
 
@@ -164,12 +177,7 @@ class Layer:
         found = [None if p is None else places.get(own[self.values[p]]) for p in self.kept]
         other.again, other._on_host = True, self._on_host
         other.kept = tuple(p for p in found if stored or p is not None)
-        given = {other.values[place] for place in found if place is not None}
-        only = _jax.needed(other.linearised, other.residuals, keep_effects=False, given=given)
-        _, carry, _ = self.body.split_in(other.linearised.jaxpr.invars)
-        read = {a for i in only for a in other.linearised.jaxpr.eqns[i].invars if _jax.is_var(a)}
-        read.update(atom for atom in other.residuals if _jax.is_var(atom))
-        return None if any(c in read and c not in given for c in carry) else other
+        return other if other._suffices() else None
 
     # ------------------------------------------------------------ the three things
 
@@ -239,6 +247,16 @@ class Layer:
         return tuple([ct for ct in part if ct is not None] for part in self.body.split_in(flat))  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------ implementation
+
+    def _suffices(self) -> bool:
+        """Whether all that the backward reads follows from the tape, with no carry at hand."""
+        jaxpr = self.linearised.jaxpr
+        given = {self.values[place] for place in self.kept if place is not None}
+        only = _jax.needed(self.linearised, self.residuals, keep_effects=False, given=given)
+        read = {a for i in only for a in jaxpr.eqns[i].invars if _jax.is_var(a)}
+        read.update(atom for atom in self.residuals if _jax.is_var(atom))
+        _, carry, _ = self.body.split_in(jaxpr.invars)
+        return not any(c in read and c not in given for c in carry)
 
     def _trace(self) -> None:
         body, wrt, tree = self.body, self.wrt, None

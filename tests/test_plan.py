@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxmem import Plan, policies
 from jaxmem.choose import choose, needs_sizes
-from jaxmem.solve.periodic import blocks
 from jaxmem.problem import Problem
+from jaxmem.solve.periodic import blocks
 
 LENGTHS = (0, 1, 2, 3, 7, 16, 61, 64)
 

@@ -19,7 +19,8 @@ class ValueFate:
       stack: the stack that it is of.
       layers: in how many of its layers.
       fate: "kept" for the backward pass, sent to the "host", or "computed again".
-      name: its `checkpoint_name`, or the operation that makes it; "input" for what the layer is given.
+      name: its `checkpoint_name`, or the operation that makes it; "input" for what the layer
+        is given.
       source: the user's line.
       shape: "bfloat16[8,1024,1024]".
       bytes: in one layer.

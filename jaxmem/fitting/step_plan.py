@@ -94,7 +94,7 @@ class StepPlan:
             raise ValueError("bad step plan: holes: expected a list")
         try:
             found = tuple(_hole(hole, f"holes[{k}]") for k, hole in enumerate(holes))
-            versions = tuple(tuple(pair) for pair in data.pop("versions", ()))
+            versions = _versions(data.pop("versions", []))
             bare = from_data(cls, {**data, "holes": [], "versions": []})
             return dataclasses.replace(bare, holes=found, versions=versions)
         except (TypeError, ValueError) as error:
@@ -203,6 +203,15 @@ def input_types(layer: Any) -> tuple[str, ...]:
     return tuple(aval.str_short() for aval in layer.body.jaxpr.in_avals)
 
 
+def _versions(data: Any) -> tuple[tuple[str, str], ...]:
+    pairs = data if isinstance(data, list) else [data]
+    for place, pair in enumerate(pairs):
+        texts = isinstance(pair, list) and all(isinstance(text, str) for text in pair)
+        if not texts or len(pair) != 2:
+            raise ValueError(f"versions[{place}]: expected a name and a version, two texts")
+    return tuple((name, version) for name, version in pairs)
+
+
 def _hole(data: Any, where: str) -> HolePlan:
     if not isinstance(data, dict) or not isinstance(data.get("plan"), dict):
         raise ValueError(f"{where}: expected an object with a plan")
@@ -218,10 +227,9 @@ def _hole(data: Any, where: str) -> HolePlan:
         if key not in (*names, "plan"):
             raise ValueError(f"{where}.{key}: unknown key")
     inputs = data.get("inputs")
-    if not isinstance(inputs, list) or not all(
-        isinstance(data.get(k), str) for k in ("layer", "where")
-    ):
-        raise ValueError(f"{where}: expected inputs, layer and where")
+    texts = [data.get("layer"), data.get("where"), *(inputs if isinstance(inputs, list) else [0])]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where}: expected inputs (a list of texts), layer and where (texts)")
     return HolePlan(data["layer"], tuple(inputs), data["where"], plan)
 
 

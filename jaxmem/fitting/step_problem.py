@@ -101,7 +101,9 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     holes = tuple(collector.holes.values())
     if not holes:
         raise ValueError(_nothing_to_plan(program))
-    options = tuple(tuple(_several(c, hole.times, hole.shards) for c in hole.candidates) for hole in holes)
+    options = tuple(
+        tuple(_several(c, hole.times, hole.shards) for c in hole.candidates) for hole in holes
+    )
     others = _others(program, sum(hole.param_bytes for hole in holes))
     rungs = ladder(together(options), others)
     name = "local" if ask.accelerator is None else ask.accelerator.name

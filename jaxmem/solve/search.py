@@ -62,7 +62,7 @@ def search(
         if left <= 3 and len(between) >= 2 ** (left - 1):
             guess = (low + high) // 2  # what is left to ask is just enough to halve
         if left == 1 and high == len(predicted):
-            guess = between[-1]  # nothing fitted yet: only the least of all can say that nothing does
+            guess = between[-1]  # only the least of all can say that nothing fits
         seen[guess] = compiled(guess)
         if seen[guess] <= budget:
             high = guess

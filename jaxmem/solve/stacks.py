@@ -127,6 +127,11 @@ def _kept(length: int, choices: Sequence[Choice], loose: int) -> Iterator[Candid
         first, second, count = (grid.ravel() for grid in grids)
         # One run, or two of which the first keeps less.
         take = (count == rest) & (first == second) | (count < rest) & (kept[first] < kept[second])
+        if tail:
+            # A last run that keeps everything as well is one with the tail, and so in a loop.
+            take &= second != 0
+        if not take.any():
+            continue
         first, second, count = first[take], second[take], count[take]
         others = rest - count
         below = count * kept[first]
