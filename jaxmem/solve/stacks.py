@@ -94,7 +94,10 @@ def candidates(
     if not choices:
         raise ValueError("a layer needs at least one choice: everything kept")
     loose = choices[0].bytes if loose_bytes is None else loose_bytes
-    found = [*_kept(length, choices, loose), *_cut(length, carry_bytes, forward_seconds, choices)]
+    found = [
+        *_kept(length, choices, loose),
+        *_cut(length, carry_bytes, forward_seconds, choices, loose),
+    ]
     return pareto(found)
 
 
@@ -159,7 +162,11 @@ def _kept(length: int, choices: Sequence[Choice], loose: int) -> Iterator[Candid
 
 
 def _cut(
-    length: int, carry_bytes: int, forward_seconds: float, choices: Sequence[Choice]
+    length: int,
+    carry_bytes: int,
+    forward_seconds: float,
+    choices: Sequence[Choice],
+    loose: int,
 ) -> Iterator[Candidate]:
     for lengths in _cuts(length):
         outer, carries = length, 0
@@ -176,12 +183,13 @@ def _cut(
                 choice=number,
                 kept_bytes=carry_bytes * -(-length // lengths[0]),
             )
-    full = choices[0]
-    for slots in sorted({*range(1, 9), *(2**k for k in range(4, 10))}):
+    # Of one layer at a time there is a tape, made and used in the same round of a loop.
+    alone = max(loose, *(choice.work_bytes for choice in choices))
+    for slots in sorted({*range(1, 17), *(round(2 ** (k / 2)) for k in range(8, 20))}):
         if slots < length:
             yield Candidate(
-                bytes=slots * carry_bytes + full.bytes + full.work_bytes,
-                seconds=extra_steps(length, slots) * forward_seconds + length * full.seconds,
+                bytes=slots * carry_bytes + alone,
+                seconds=extra_steps(length, slots) * forward_seconds + length * choices[0].seconds,
                 kind="revolve",
                 slots=slots,
                 kept_bytes=slots * carry_bytes,
