@@ -8,6 +8,7 @@ mask in place of the mask.
 
 import dataclasses
 import functools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -113,7 +114,16 @@ def working_bytes(layer: Layer, looped: bool = True) -> int:
     """
     closed, first, last = _pullback(layer)
     tape = closed.jaxpr.invars[first:last] if looped else []
-    return _peak(closed, set(tape) & _read_by_kernels(closed.jaxpr))
+    return _peak(closed, copied=set(tape) & _read_by_kernels(closed.jaxpr))
+
+
+def loose_bytes(layer: Layer, graph: Graph) -> int:
+    """About what the backward pass of a single layer, in no loop, has alive with its tape.
+
+    Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
+    """
+    closed, first, last = _pullback(layer.keeping(without_checkpoint(layer, graph).kept))
+    return _peak(closed, held=closed.jaxpr.invars[first:last])
 
 
 def without_checkpoint(layer: Layer, graph: Graph) -> Keep:
@@ -223,8 +233,13 @@ def _read_by_kernels(jaxpr: Any) -> set[Any]:
     return found
 
 
-def _peak(closed: ClosedJaxpr, copied: set[Any]) -> int:
-    """The most bytes alive at once, of what is computed and of the inputs that are copied."""
+def _peak(closed: ClosedJaxpr, copied: Collection[Any] = (), held: Sequence[Any] = ()) -> int:
+    """The most bytes alive at once, of what is computed.
+
+    Args:
+      copied: inputs that are copied when they are first read.
+      held: inputs that are alive from the start till they are last read.
+    """
     eqns = closed.jaxpr.eqns
     outs = {atom for atom in closed.jaxpr.outvars if _jax.is_var(atom)}
     kinds = [kind_of(eqn) for eqn in eqns]
@@ -233,6 +248,10 @@ def _peak(closed: ClosedJaxpr, copied: set[Any]) -> int:
     behind: dict[Any, frozenset[Any]] = {}
     made_at: dict[Any, int] = {}
     last_use: dict[Any, int] = {}
+    held_ones = frozenset(held)
+    for var in held:
+        made_at[var] = last_use[var] = 0
+        behind[var] = frozenset([var])
     for at, eqn in enumerate(eqns):
         for atom in eqn.invars:
             if _jax.is_var(atom) and atom in copied and atom not in made_at:
@@ -249,6 +268,7 @@ def _peak(closed: ClosedJaxpr, copied: set[Any]) -> int:
                 last_use.update(dict.fromkeys((*sources, var), at))
             else:
                 behind[var] = sources
+        last_use.update(dict.fromkeys(sources & held_ones, at))
     for var in outs:
         last_use.update(dict.fromkeys(behind.get(var, ()), len(eqns)))
     changes = [0] * (len(eqns) + 2)

@@ -27,7 +27,7 @@ from jaxmem.values import (
     LayerValue,
     described,
     graph_of,
-    without_checkpoint,
+    loose_bytes,
     working_bytes,
 )
 
@@ -189,7 +189,7 @@ class Collector(ByLayer):
                 "must not happen twice, so nothing in it can be computed again; move them out, or "
                 "use jax.debug.callback or jax.pure_callback"
             )
-        if not tracing.is_inside_layer():
+        if not (tracing.is_inside_layer() or tracing.is_inside_region()):
             code = Code(closed)
             key = code.digest, len(code)
             if key not in self.holes:
@@ -240,7 +240,7 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
             sum(map(nbytes, carry)),
             forward,
             choices,
-            loose_bytes=min(without_checkpoint(layer, graph).bytes, everything.bytes),
+            loose_bytes=loose_bytes(layer, graph),
         ),
         values=tuple(described(layer, place, roofline) for place in range(len(layer.values))),
         graph=graph,
