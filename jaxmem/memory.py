@@ -166,6 +166,8 @@ def _report(program: Program, compiled: Compiled) -> MemoryReport:
     analysis = compiled.analysis
     matmul = None if analysis is None else analysis.matmul_flops
     per_device = work * (1 / compiled.devices)
+    if _only_traced(compiled, work):
+        matmul = round(per_device.matmul_flops)
     model = round(per_device.matmul_flops - per_device.recomputed_matmul_flops)
     if analysis is not None and compiled.devices > 1:
         # How the work is split over devices, or repeated on them, the compiled program tells.
@@ -275,6 +277,15 @@ def _roofline(compiled: Compiled, work: Costs, matmul_flops: int | None) -> floa
     return max(flops / compiled.matrix_peak, work.bytes / compiled.bandwidth)
 
 
+def _only_traced(compiled: Compiled, work: Costs) -> bool:
+    """Whether the traced program alone shows how often loops with matrix work run.
+
+    So it is with the schedules of revolve, which are tables in the program.
+    """
+    analysis = compiled.analysis
+    return analysis is not None and analysis.unknown_loops > 0 and work.unknown_loops == 0
+
+
 def _notes(
     program: Program, compiled: Compiled, work: Costs, arguments: dict[str, int]
 ) -> tuple[str, ...]:
@@ -304,6 +315,11 @@ def _notes(
         )
     if compiled.devices > 1:
         notes.append(f"figures are for one of {compiled.devices} devices")
+    if _only_traced(compiled, work):
+        notes.append(
+            "how often some loops run, the traced program shows and the compiled one does not; "
+            "matrix work is as traced"
+        )
     if work.unknown_loops:
         notes.append(
             f"{work.unknown_loops} while loops have no known length; operations in them are "
