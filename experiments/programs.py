@@ -94,7 +94,8 @@ def transformer(
       attention: "plain" matrix products, or one "fused" kernel of cuDNN (needs it, and bfloat16).
       form: the "gradient" of the loss, or a train "step".
       checkpoint: None for layers under jaxmem's decorator; else without it, under
-        `jax.checkpoint` with this member of `jax.checkpoint_policies`, "none" for bare ones.
+        `jax.checkpoint` with this member of `jax.checkpoint_policies`, or "names:qkv,out" to
+        save what has one of these names (qkv, attention, out, up, down); "none" for bare ones.
     """
     shapes = {
         **dict.fromkeys(["scale_1", "bias_1", "scale_2", "bias_2"], (width,)),
@@ -163,16 +164,17 @@ def _transformer_layer(x: jax.Array, p: Any, *, heads: int, fused: bool) -> tupl
     y = _normal(x) * p["scale_1"] + p["bias_1"]
     q, k, v = (
         part.reshape(batch, sequence, heads, width // heads)
-        for part in jnp.split(y @ p["qkv"], 3, axis=-1)
+        for part in jnp.split(checkpoint_name(y @ p["qkv"], "qkv"), 3, axis=-1)
     )
     if fused:
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     else:
         y = _attention(q, k, v)
     y = checkpoint_name(y, "attention")
-    x = x + y.reshape(x.shape) @ p["out"]
+    x = x + checkpoint_name(y.reshape(x.shape) @ p["out"], "out")
     y = _normal(x) * p["scale_2"] + p["bias_2"]
-    return x + jax.nn.gelu(y @ p["up"]) @ p["down"], None
+    y = jax.nn.gelu(checkpoint_name(y @ p["up"], "up"))
+    return x + checkpoint_name(y @ p["down"], "down"), None
 
 
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -195,14 +197,22 @@ def _normal(x: jax.Array) -> jax.Array:
 def _stacked(
     layer: Callable[..., Any], checkpoint: str | None = None
 ) -> Callable[[jax.Array, Any], jax.Array]:
-    if checkpoint not in (None, "none"):
-        policy = getattr(jax.checkpoint_policies, checkpoint)
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    if checkpoint is not None and checkpoint != "none":
+        layer = jax.checkpoint(layer, policy=_checkpoint_policy(checkpoint), prevent_cse=False)
 
     def stack(x: jax.Array, params: Any) -> jax.Array:
         return jax.lax.scan(layer, x, params)[0]
 
     return jaxmem.remat(stack, "none") if checkpoint is None else stack
+
+
+def _checkpoint_policy(text: str) -> Callable[..., Any]:
+    kind, colon, names = text.partition(":")
+    if colon:
+        if kind != "names":
+            raise ValueError(f"transformer: checkpoint={text!r}; write names:qkv,out")
+        return jax.checkpoint_policies.save_only_these_names(*names.split(","))
+    return getattr(jax.checkpoint_policies, text)
 
 
 class ConvNet(nn.Module):

@@ -433,6 +433,6 @@ def test_help_and_version():
     assert run("--version").stdout == f"jaxmem {jaxmem.__version__}\n"
     assert run().exit_code == 1
     assert run("nothing").exit_code == 1
-    names = {"report", "sweep", "diff", "verify", "targets", "doctor", "cache", "completion"}
+    names = {"report", "fit", "sweep", "diff", "verify", "targets", "doctor", "cache", "completion"}
     assert isinstance(app, click.Group)
     assert set(app.commands) == names

@@ -15,6 +15,7 @@ from jaxmem.cli.completion import completion
 from jaxmem.cli.diff import diff
 from jaxmem.cli.doctor import doctor
 from jaxmem.cli.failure import explained
+from jaxmem.cli.fit import fit
 from jaxmem.cli.report import report
 from jaxmem.cli.sweep import sweep
 from jaxmem.cli.targets import targets
@@ -51,7 +52,7 @@ def app() -> None:
     """
 
 
-for command in (report, sweep, diff, verify, targets, doctor, cache, completion):
+for command in (report, fit, sweep, diff, verify, targets, doctor, cache, completion):
     app.add_command(command)
 
 

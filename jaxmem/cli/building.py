@@ -1,5 +1,8 @@
 """What `report` and `sweep` check before anything is compiled."""
 
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,9 +14,15 @@ from jaxmem.jobs.parse import PolicyText
 if TYPE_CHECKING:
     from jaxmem.program import Program
 
+Under = Callable[[], contextlib.AbstractContextManager[None]]
+
 NO_STACKS = (
     "warning: the policy does nothing: no layer stack in the step is decorated with jaxmem.remat, "
     "and the job takes no keyword policy"
+)
+NO_STACKS_FOR_PLAN = (
+    "warning: the plan does nothing: no layer stack in the step is decorated; put "
+    "@jaxmem.remat_auto on the function that has the scan"
 )
 
 
@@ -49,9 +58,21 @@ def trace(job: Job, platform: str | None = None) -> "Program":
     return Program(job.step, job.args, dict(job.kwargs), donated, static, platform)
 
 
-def does_nothing(entry: Entry, job: Job, policy: PolicyText) -> bool:
-    """Whether a policy was asked for that has no decorated stack to act on."""
-    if not entry.is_forced(policy):
-        return False
-    with entry.under(policy):
+def under(entry: Entry, policy: PolicyText, plan: Path | None) -> Under:
+    """What makes the context, in each thread anew, in which the job is traced.
+
+    Raises:
+      ValueError: the file holds no plan.
+    """
+    if plan is None:
+        return lambda: entry.under(policy)
+    from jaxmem.fitting import StepPlan, use_plan
+
+    loaded = StepPlan.load(plan)
+    return lambda: use_plan(loaded)
+
+
+def without_stacks(job: Job, context: Under) -> bool:
+    """Whether the step has no decorated stack for a policy or a plan to act on."""
+    with context():
         return not trace(job).record.regions

@@ -43,6 +43,20 @@ class Setting(click.ParamType):
         return key, text
 
 
+class Budget(click.ParamType):
+    """Bytes, as in 40GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        from jaxmem.text import parse_size
+
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 # ---------------------------------------------------------------- options
 
 

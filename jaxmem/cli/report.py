@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     shell_complete=complete_policies,
     help="For the decorated stacks instead of their own, as in sqrt or revolve:slots=4.",
 )
+@click.option(
+    "--plan",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The same, by a plan that jaxmem fit --save wrote.",
+)
 @set_option
 @json_option
 @click.option(
@@ -63,6 +69,7 @@ def report(
     where: str,
     targets: tuple[str, ...],
     policy: str,
+    plan: Path | None,
     settings: tuple[tuple[str, str], ...],
     as_json: bool,
     plot: Path | None,
@@ -74,9 +81,13 @@ def report(
 
     Exit code: 0 it fits everywhere, 2 it does not, 1 an error.
     """
+    if plan is not None and policy != "own":
+        raise click.UsageError(
+            "--plan and --policy both say what the stacks keep; give one of them"
+        )
     options = {"timeout": timeout, "cache": not no_cache, "suggest": not no_suggest}
     with results_only():
-        found = _reports(where, targets, PolicyText.parse(policy), settings, options)
+        found = _reports(where, targets, PolicyText.parse(policy), plan, settings, options)
     _show(targets, found, as_json)
     failed = [one for one in found if isinstance(one, BaseException)]
     if plot is not None:
@@ -90,16 +101,12 @@ def _reports(
     where: str,
     targets: tuple[str, ...],
     policy: PolicyText,
+    plan: Path | None,
     settings: tuple[tuple[str, str], ...],
     options: dict[str, Any],
 ) -> list[Any]:
     """A report or an error for each target."""
-    from jaxmem.cli.building import (
-        NO_STACKS,
-        check_policies,
-        does_nothing,
-        settings_of,
-    )
+    from jaxmem.cli import building
     from jaxmem.cli.compilers import compiling
     from jaxmem.jobs.load import find
     from jaxmem.targets import target as named
@@ -110,18 +117,19 @@ def _reports(
             with contextlib.suppress(ValueError, OSError):  # said again, and better, by the report
                 warm_up(named(target))  # while the user's module is imported
     entry = find(where)
-    check_policies(entry, (policy,))
-    job = entry.make(settings_of(entry, settings), policy)
+    building.check_policies(entry, (policy,))
+    job = entry.make(building.settings_of(entry, settings), policy)
+    context = building.under(entry, policy, plan)
 
     def one(target: str) -> Any:
         try:
-            with entry.under(policy):
+            with context():
                 return job.report(target, **options)
         except Exception as error:
             return error
 
-    if does_nothing(entry, job, policy):
-        say(NO_STACKS)
+    if (plan is not None or entry.is_forced(policy)) and building.without_stacks(job, context):
+        say(building.NO_STACKS if plan is None else building.NO_STACKS_FOR_PLAN)
     if sys.stderr.isatty():
         say(f"compiling {job.name} for {', '.join(targets)} …")
     if len(targets) == 1:

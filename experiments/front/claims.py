@@ -1,0 +1,109 @@
+"""What the rows of one target say: is `fit` ever beaten, and do its predictions hold?"""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from front.rivals import SHRUNK, shrunk
+from front.table import FIT, FRONTIER, HAND, POLICY, Row
+from jaxmem.text import columns, size
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """`fit` at a budget, and the rival with the least matrix work that is within it."""
+
+    fit: Row
+    rival: Row
+
+    @property
+    def lost(self) -> bool:
+        """Whether `fit` found no plan, or one that computes more."""
+        return self.fit.matmul_flops is None or self.fit.work > self.rival.work
+
+    @property
+    def between(self) -> bool:
+        """Whether the budget is more than what any rival needs that computes as little."""
+        return self.fit.name.startswith("between")
+
+
+# ---------------------------------------------------------------- API
+
+
+def beside(rows: Sequence[Row]) -> list[Beside]:
+    """Each answer of `fit` with the best that a rival can do in the same memory."""
+    rivals = [row for row in rows if row.kind in (HAND, POLICY) and row.matmul_flops is not None]
+    found = []
+    for row in rows:
+        if row.kind != FIT:
+            continue
+        within = [rival for rival in rivals if rival.required_bytes <= (row.budget_bytes or 0)]
+        if within:
+            found.append(Beside(row, min(within, key=lambda rival: rival.work)))
+    return found
+
+
+def losses(rows: Sequence[Row]) -> list[Beside]:
+    """Where a rival computes less in the same memory, or as much where `fit` has room to spare."""
+    return [
+        pair
+        for pair in beside(rows)
+        if pair.lost or (pair.between and pair.rival.overhead and pair.fit.work >= pair.rival.work)
+    ]
+
+
+def errors(rows: Sequence[Row]) -> dict[str, float]:
+    """By how much predicted temporaries are off, by row."""
+    found = {f"{row.kind} {row.name}": row.off for row in rows if row.kind in (FIT, FRONTIER)}
+    return {name: off for name, off in found.items() if off is not None}
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """All of it as text."""
+    lines = [
+        ["budget", "", "rival", "its matrix work", "fit needs", "fit's matrix work", "off", ""]
+    ]
+    for pair in sorted(beside(rows), key=lambda pair: -(pair.fit.budget_bytes or 0)):
+        fit, rival = pair.fit, pair.rival
+        lines.append(
+            [
+                size(fit.budget_bytes or 0),
+                _short(fit.name),
+                rival.name,
+                _percent(rival.overhead),
+                size(fit.required_bytes),
+                _percent(fit.overhead),
+                "" if fit.off is None else f"{100 * fit.off:+.1f} %",
+                "LOST" if pair in losses(rows) else "",
+            ]
+        )
+    parts = [columns(lines, right=(0, 3, 4, 5, 6))]
+    lost = losses(rows)
+    parts.append(f"fit is beaten at {len(lost)} of {len(lines) - 1} budgets")
+    for times, goal in SHRUNK.items():
+        for row in rows:
+            if row.kind == FIT and row.name == shrunk(times):
+                parts.append(
+                    f"temporaries {times} times below the bare program: {_percent(row.overhead)} "
+                    f"extra matrix work (goal {goal} %)"
+                )
+    if off := errors(rows):
+        worst = max(off, key=lambda name: abs(off[name]))
+        median = statistics.median(abs(value) for value in off.values())
+        parts.append(
+            f"predicted temporaries: median error {median:.1%}, largest {off[worst]:+.1%} ({worst})"
+        )
+    return "\n".join(parts)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _percent(value: float | None) -> str:
+    return "?" if value is None else f"{value:+.1f} %"
+
+
+def _short(name: str) -> str:
+    return "between" if name.startswith("between") else name

@@ -1,0 +1,242 @@
+"""`jaxmem fit`: the least recomputation with which a job fits a budget, as a plan to save."""
+
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxmem.cli.options import (
+    Budget,
+    cache_option,
+    complete_targets,
+    job_argument,
+    json_option,
+    set_option,
+    timeout_option,
+)
+from jaxmem.cli.streams import emit, results_only, say
+
+if TYPE_CHECKING:
+    from jaxmem.errors import BudgetError
+    from jaxmem.fitting import Fitted
+    from jaxmem.jobs.job import Job
+
+_File = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@job_argument
+@click.option(
+    "--budget", type=Budget(), required=True, metavar="SIZE", help="Of one device, as in 40GiB."
+)
+@click.option(
+    "--target",
+    default="local",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=complete_targets,
+    help="An accelerator, as jaxmem targets lists them; local is the attached one.",
+)
+@click.option("--save", type=_File, metavar="FILE", help="Where to write the plan, as JSON.")
+@click.option("--explain", is_flag=True, help="Say what becomes of each value of a layer.")
+@json_option
+@click.option(
+    "--plot",
+    type=_File,
+    metavar="FILE",
+    help="Draw memory against recomputation, as PNG or SVG; compiles more plans.",
+)
+@click.option(
+    "--points",
+    type=click.IntRange(min=2),
+    default=8,
+    show_default=True,
+    metavar="NUMBER",
+    help="How many plans to draw.",
+)
+@click.option("--offload", is_flag=True, help="Values may be sent to the host's memory.")
+@click.option(
+    "--cost",
+    type=click.Choice(["roofline", "flops", "measured"]),
+    default="roofline",
+    show_default=True,
+    help="What is made least: seconds by a roofline, or as measured on the attached device, or "
+    "matrix work alone.",
+)
+@click.option(
+    "--max-compiles",
+    type=click.IntRange(min=1),
+    default=6,
+    show_default=True,
+    metavar="NUMBER",
+    help="How often the step may be compiled for the plan.",
+)
+@set_option
+@timeout_option
+@cache_option
+def fit(
+    where: str,
+    budget: int,
+    target: str,
+    save: Path | None,
+    explain: bool,
+    as_json: bool,
+    plot: Path | None,
+    points: int,
+    offload: bool,
+    cost: str,
+    max_compiles: int,
+    settings: tuple[tuple[str, str], ...],
+    timeout: float,
+    no_cache: bool,
+) -> int:
+    """The fastest plan for the decorated stacks of JOB that is within a budget of memory.
+
+    jaxmem.use_plan and jaxmem report --plan apply what --save wrote.
+    Exit code: 0 it fits, 2 no plan does, 1 an error.
+    """
+    _check_files(save, plot)
+    options = {
+        "target": target,
+        "allow_offload": offload,
+        "cost": cost,
+        "timeout": timeout,
+        "cache": not no_cache,
+    }
+    with results_only():
+        job = _job(where, settings)
+        found = _fitted(job, budget, max_compiles, options)
+    fits = not isinstance(found, Exception)
+    if as_json:
+        click.echo(json.dumps(_data(found, budget, explain)))
+    elif fits:
+        _show(found, explain)
+    if not fits:
+        say(str(found))
+    if fits and save is not None:
+        found.plan.save(save)
+        say(f"wrote {save}")
+    if plot is not None:
+        _draw(job, plot, points, options)
+    return 0 if fits else 2
+
+
+def _check_files(save: Path | None, plot: Path | None) -> None:
+    """Refuse before anything is compiled what could not be written afterwards."""
+    from jaxmem.show.figure import check_path, matplotlib_defaults
+
+    if plot is not None:
+        check_path(plot)
+        with matplotlib_defaults():  # it is installed
+            pass
+    for option, file in (("--save", save), ("--plot", plot)):
+        if file is None:
+            continue
+        if not file.parent.is_dir():
+            raise click.UsageError(f"{option} {file}: there is no folder {file.parent}; make it")
+        if not os.access(file.parent, os.W_OK):
+            raise click.UsageError(f"{option} {file}: nothing can be written to {file.parent}")
+
+
+def _job(where: str, settings: tuple[tuple[str, str], ...]) -> "Job":
+    from jaxmem.cli.building import settings_of
+    from jaxmem.fitting.fit import fit as function
+    from jaxmem.jobs.load import find
+
+    entry = find(where)
+    job = entry.make(settings_of(entry, settings))
+    reserved = inspect.signature(function).parameters
+    if clash := [key for key in job.kwargs if key in reserved]:
+        raise ValueError(
+            f"the step's keyword argument {clash[0]!r} is also an option of jaxmem.fit; "
+            "pass it by position in args=, or bind it with functools.partial"
+        )
+    return job
+
+
+def _fitted(
+    job: "Job", budget: int, max_compiles: int, options: dict[str, Any]
+) -> "Fitted | BudgetError":
+    from jaxmem.errors import BudgetError
+    from jaxmem.fitting import fit as function
+
+    try:
+        return function(
+            job.step,
+            *job.args,
+            budget=budget,
+            max_compiles=max_compiles,
+            donate_argnums=job.donate_argnums,
+            static_argnums=job.static_argnums,
+            **options,
+            **job.kwargs,
+        )
+    except BudgetError as error:
+        return error
+
+
+def _show(fitted: "Fitted", explain: bool) -> None:
+    from jaxmem.show.words import signed_share
+    from jaxmem.text import size
+
+    report = fitted.report
+    work = report.recompute_overhead
+    again = "" if work is None else f"; {signed_share(work)} matrix work"
+    compiles = f"{fitted.compiles} compile{'s' if fitted.compiles > 1 else ''}"
+    click.echo(
+        f"needs {size(report.required_bytes)} of a budget of {size(fitted.budget)} on "
+        f"{report.target}: fits{again} ({compiles})"
+    )
+    click.echo(str(fitted.explain() if explain else fitted.plan))
+    if report.fits is False:
+        # A budget may be larger than the device.
+        emit(report.verdict)
+
+
+def _data(found: "Fitted | BudgetError", budget: int, explain: bool) -> dict[str, Any]:
+    """The JSON: of a plan, or of the least that was reached."""
+    from jaxmem.records import to_data
+
+    if isinstance(found, Exception):
+        report = None if found.report is None else json.loads(found.report.to_json())
+        return {
+            "fits": False,
+            "budget_bytes": budget,
+            "least_bytes": found.least_bytes,
+            "error": str(found),
+            "report": report,
+        }
+    why = found.explain()
+    data = {
+        "fits": True,
+        "budget_bytes": budget,
+        "required_bytes": found.report.required_bytes,
+        "predicted_bytes": why.predicted_bytes,
+        "extra_seconds": why.extra_seconds,
+        "gap": why.gap,
+        "closed": why.closed,
+        "compiles": found.compiles,
+        "plan": json.loads(found.plan.to_json()),
+        "report": json.loads(found.report.to_json()),
+    }
+    return {**data, "values": [to_data(row) for row in why.rows]} if explain else data
+
+
+def _draw(job: "Job", path: Path, points: int, options: dict[str, Any]) -> None:
+    from jaxmem.fitting.frontier import frontier
+
+    with results_only():
+        drawn = frontier(
+            job.step,
+            *job.args,
+            points=points,
+            donate_argnums=job.donate_argnums,
+            static_argnums=job.static_argnums,
+            **options,
+            **job.kwargs,
+        )
+    drawn.plot(path)
+    say(f"wrote {path}")

@@ -1,0 +1,310 @@
+"""`frontier`: what memory costs in recomputation, for one step, proved by the compiler.
+
+The ladder of plans that `fit` searches is compiled at a few rungs spread evenly over its
+range, by factors of bytes.  A ladder goes by predictions, so that a plan may turn out to be
+worse in truth than its neighbour: such points are kept, and marked.
+"""
+
+import csv
+import dataclasses
+import io
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxmem import targets
+from jaxmem.errors import check_positive
+from jaxmem.files import write_whole
+from jaxmem.fitting.question import Question
+from jaxmem.fitting.step_plan import StepPlan
+from jaxmem.fitting.step_problem import Cost, look
+from jaxmem.report import MemoryReport
+from jaxmem.text import columns, size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontierPoint:
+    """One plan of a step, compiled.
+
+    Attributes:
+      predicted_bytes: required bytes as foretold before this plan was compiled, from what those
+        compiled before it came to.
+      extra_seconds: what is computed again or moved costs so much, by the roofline.
+      pareto: whether no other point needs neither more bytes nor more seconds, and less of one.
+      plan: for `jaxmem.use_plan`.
+      report: of the compiled program.
+    """
+
+    predicted_bytes: int
+    extra_seconds: float
+    pareto: bool
+    plan: StepPlan
+    report: MemoryReport
+
+    @property
+    def required_bytes(self) -> int:
+        """Of the compiled program, on one device."""
+        return self.report.required_bytes
+
+    @property
+    def temp_bytes(self) -> int:
+        """Of these, what is neither an argument nor a result."""
+        return self.report.temp_bytes
+
+    @property
+    def matmul_flops(self) -> int | None:
+        """Matrix work of the compiled program, None where its text is not to be had."""
+        return self.report.matmul_flops
+
+    @property
+    def recompute_overhead(self) -> float | None:
+        """The same over that of the model, less one."""
+        return self.report.recompute_overhead
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Frontier:
+    """Memory against recomputation of one step on one target; `print` it.
+
+    Attributes:
+      points: from everything kept to the least memory.
+    """
+
+    points: tuple[FrontierPoint, ...]
+
+    @property
+    def target(self) -> str:
+        return self.points[0].report.target
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What one device has, None where unknown."""
+        return self.points[0].report.capacity_bytes
+
+    @property
+    def pareto(self) -> tuple[FrontierPoint, ...]:
+        """The points that no other one beats."""
+        return tuple(point for point in self.points if point.pareto)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write one row for each point; the file is there whole or not at all."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["target", *_COLUMNS])
+        for point in self.points:
+            writer.writerow([self.target, *(getattr(point, column) for column in _COLUMNS)])
+        write_whole(Path(path), text.getvalue().encode())
+
+    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> "Figure":
+        """Draw memory against recomputation.
+
+        Args:
+          path: where to write it, as PNG or SVG by its ending; None for nowhere.
+          **options: see `jaxmem.show.frontier.plot_frontier`.
+
+        Raises:
+          ImportError: matplotlib is not installed; says what to type.
+          ValueError: the file is neither PNG nor SVG.
+        """
+        from jaxmem.show.frontier import plot_frontier
+
+        return plot_frontier(self, path, **options)
+
+    def __str__(self) -> str:
+        head = ("required", "temporaries", "foretold", "off", "recompute", "extra time", "fits", "")
+        lines = [list(head), *(_cells(point) for point in self.points)]
+        parts = [
+            f"Memory against recomputation on {self.target}: {len(self.points)} plans, compiled",
+            columns(lines, right=range(6)),
+        ]
+        if len(self.pareto) < len(self.points):
+            parts.append("dominated: another plan needs no more memory and no more time")
+        return "\n".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<Frontier of {len(self.points)} plans for {self.target}>"
+
+
+_COLUMNS = (
+    "required_bytes",
+    "temp_bytes",
+    "predicted_bytes",
+    "matmul_flops",
+    "recompute_overhead",
+    "extra_seconds",
+    "pareto",
+)
+
+# ---------------------------------------------------------------- API
+
+
+def frontier(
+    step: Callable[..., Any],
+    *args: Any,
+    target: "str | targets.Target" = "local",
+    points: int = 8,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    allow_offload: bool = False,
+    cost: Cost = "roofline",
+    compiler_options: dict[str, Any] | None = None,
+    timeout: float = 900.0,
+    cache: bool = True,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Frontier:
+    """What the plans of `jaxmem.fit` need and cost, from everything kept to the least memory.
+
+    Each point is a compilation.  The answer to "which budget is worth it?", where `fit`
+    answers "what is fastest within this one?".
+
+    Args:
+      step: as for `jaxmem.fit`.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      target: as for `jaxmem.fit`.
+      points: how many plans to compile, at least 2; fewer if the step has no more.
+      donate_argnums: as for `jax.jit`.
+      static_argnums: as for `jax.jit`.
+      allow_offload: whether values may be sent to host memory.
+      cost: as for `jaxmem.fit`.
+      compiler_options: handed to the compiler.
+      timeout: seconds after which one compile for a named target is stopped.
+      cache: whether to read and write compiled figures on disk (for named targets).
+      progress: whether to say on stderr what each compile came to.
+      **kwargs: arrays, passed on to `step` by name.
+
+    Raises:
+      ValueError: nothing in the step can be planned (see `jaxmem.fit`); `points` is below 2.
+      jaxmem.CompileError: as for `jaxmem.memory_report`.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> @jaxmem.remat_auto
+    ... def model(weights, h):
+    ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+    >>> weights, h = (jax.ShapeDtypeStruct(s, "float32") for s in ((64, 16, 16), (4096, 16)))
+    >>> found = jaxmem.frontier(jax.grad(model), weights, h, points=3, progress=False)
+    >>> most, middle, least = found.points
+    >>> most.required_bytes > middle.required_bytes > least.required_bytes
+    True
+    >>> most.matmul_flops < least.matmul_flops
+    True
+    """
+    points = check_positive("points", points)
+    if points < 2:
+        raise ValueError(
+            f"frontier: points={points}, but its two ends are two points; for a single plan use "
+            "jaxmem.fit with a budget"
+        )
+    ask = Question(
+        step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
+    )
+    problem = look(ask, allow_offload, cost)
+    chosen = spread(problem.predicted, points)
+    reports: dict[int, MemoryReport] = {}
+    foretold: dict[int, int] = {}
+    for rung in _told(_ends_first(chosen), len(chosen), progress, foretold, reports):
+        seen = {other: report.required_bytes for other, report in reports.items()}
+        foretold[rung] = problem.prediction(rung, seen)
+        reports[rung] = problem.report(ask, rung)
+    costs = [(reports[rung].required_bytes, problem.rungs[rung].seconds) for rung in chosen]
+    return Frontier(
+        tuple(
+            FrontierPoint(
+                predicted_bytes=foretold[rung],
+                extra_seconds=mine[1],
+                pareto=not any(_beats(other, mine) for other in costs),
+                plan=problem.plan(rung),
+                report=reports[rung],
+            )
+            for rung, mine in zip(chosen, costs, strict=True)
+        )
+    )
+
+
+def spread(sizes: Sequence[int], points: int) -> list[int]:
+    """Places of so many sizes, evenly spread by factors, both ends among them.
+
+    Args:
+      sizes: falling.
+
+    >>> spread([800, 790, 780, 400, 200, 190, 100], 4)
+    [0, 3, 4, 6]
+    >>> spread([800, 100], 4)
+    [0, 1]
+    """
+    if len(sizes) <= points:
+        return list(range(len(sizes)))
+    logs = [math.log(max(size, 1)) for size in sizes]
+    last = len(sizes) - 1
+    taken = {0, last}
+    for k in range(1, points - 1):
+        want = logs[0] + (logs[last] - logs[0]) * k / (points - 1)
+        free = (place for place in range(last) if place not in taken)
+        taken.add(min(free, key=lambda place: abs(logs[place] - want)))
+    return sorted(taken)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _ends_first(chosen: Sequence[int]) -> list[int]:
+    """The ends, then the middle of the widest gap, and so on: what comes later is foretold best."""
+    order = [0, len(chosen) - 1] if len(chosen) > 1 else [0]
+    while len(order) < len(chosen):
+        done = sorted(order)
+        low, high = max(itertools.pairwise(done), key=lambda gap: gap[1] - gap[0])
+        order.append((low + high) // 2)
+    return [chosen[place] for place in order]
+
+
+def _told(
+    rungs: Sequence[int],
+    total: int,
+    shown: bool,
+    foretold: dict[int, int],
+    reports: dict[int, MemoryReport],
+) -> Iterator[int]:
+    """The rungs one by one, with a word on stderr on each when it has been compiled."""
+    from tqdm import tqdm
+
+    # Only in a terminal: in a log each step of the bar would be a line of its own.
+    disable = None if shown else True
+    with tqdm(total=total, unit="compile", desc="frontier", disable=disable, leave=False) as bar:
+        for number, rung in enumerate(rungs, 1):
+            yield rung
+            bar.update()
+            if shown:
+                needs = size(reports[rung].required_bytes)
+                bar.write(
+                    f"frontier: {number} of {total} needs {needs} "
+                    f"(foretold {size(foretold[rung])})",
+                    file=sys.stderr,
+                )
+
+
+def _beats(other: tuple[int, float], mine: tuple[int, float]) -> bool:
+    return other != mine and all(a <= b for a, b in zip(other, mine, strict=True))
+
+
+def _cells(point: FrontierPoint) -> list[str]:
+    overhead = point.recompute_overhead
+    off = point.predicted_bytes / point.required_bytes - 1
+    return [
+        size(point.required_bytes),
+        size(point.temp_bytes),
+        size(point.predicted_bytes),
+        f"{off:+.1%}",
+        "?" if overhead is None else f"{overhead:+.1%}",
+        f"{point.extra_seconds * 1e3:.3g} ms",
+        {True: "fits", False: "too large", None: "?"}[point.report.fits],
+        "" if point.pareto else "dominated",
+    ]
