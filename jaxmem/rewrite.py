@@ -82,7 +82,7 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
             return [out for a, out in zip(is_array, outs, strict=True) if a]
 
         arrays = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
-        closed = jax.make_jaxpr(flat)(*arrays)
+        closed = _traced(flat, arrays, choice)
         outs = iter(evaluate(closed, arrays, choice, _describe(fn)))
         out_tree, statics, is_array = static_out
         return jax.tree.unflatten(
@@ -126,6 +126,22 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
         return through(eqn, operands, targets, special)
 
     return _jax.evaluate(closed, args, special)
+
+
+def _traced(flat: Callable[..., Any], arrays: Sequence[Any], choice: Choice) -> ClosedJaxpr:
+    """The jaxpr of a region; one that is planned has the code of regions further in for its own.
+
+    Planned apart they would change what it computes, and with it what its own plan is for.
+    """
+    outermost = not tracing.is_inside_region()
+    if not (outermost and isinstance(tracing.policy_instead(choice.policy), ByLayer)):
+        return jax.make_jaxpr(flat)(*arrays)
+    with tracing.inside_region():
+        closed = jax.make_jaxpr(flat)(*arrays)
+    stacks = find.find(closed).stacks
+    if stacks and all(_jax.is_planned(eqn) for _, eqn in stacks):
+        return jax.make_jaxpr(flat)(*arrays)  # regions further in have all stacks; code as well
+    return closed
 
 
 _UNFILLED: set[str] = set()

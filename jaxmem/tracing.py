@@ -37,6 +37,7 @@ class Record:
 class _Circumstances:
     policy: Policy | None = None
     inside_layer: bool = False
+    inside_region: bool = False
     record: Record | None = None
     platform: str | None = None
 
@@ -100,6 +101,21 @@ def inside_layer() -> Iterator[None]:
 def is_inside_layer() -> bool:
     """Whether `inside_layer` is open."""
     return _circumstances.value.inside_layer
+
+
+@contextlib.contextmanager
+def inside_region() -> Iterator[None]:
+    """While open, what is traced is a decorated region that a plan is made for as a whole.
+
+    Straight-line code of regions in it is part of that code then.
+    """
+    with _circumstances(dataclasses.replace(_circumstances.value, inside_region=True)):
+        yield
+
+
+def is_inside_region() -> bool:
+    """Whether `inside_region` is open."""
+    return _circumstances.value.inside_region
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem import Plan, policies
@@ -505,3 +505,87 @@ def test_only_sqrt_looks_at_sizes():
     assert needs_sizes(policies.sqrt())
     assert not needs_sizes(policies.sqrt(segments=4))
     assert not any(map(needs_sizes, [policies.full(), policies.revolve(), Plan.periodic(4)]))
+
+
+# ---------------------------------------------------------------- single values kept
+
+KEEP = policies.Keep((3, 1), bytes=10, layer="0123")
+LESS = policies.Keep((1,), offload=(7,), bytes=4, layer="0123")
+
+
+def test_runs_that_keep_the_same_are_one():
+    plan = Plan.keep([(2, KEEP), (3, KEEP), (0, LESS), (1, None), (2, None)])
+    assert plan.runs == ((5, KEEP), (3, None))
+    assert (plan.length, plan.kind) == (8, "keep")
+    assert Plan.keep([(2, None), (3, None)]) == Plan.none(5)
+    assert Plan.keep([]) == Plan.none(0)
+
+
+def test_what_single_values_cost():
+    plan = Plan.keep([(2, LESS), (5, KEEP), (1, None)])
+    assert plan.extra_forwards() == 7
+    assert plan.bytes(carry_bytes=100, tape_bytes=30) == 2 * 4 + 5 * 10 + 30
+    cut = Plan.cut(12, (3,), KEEP)
+    assert cut.bytes(carry_bytes=100, tape_bytes=30) == 4 * 100 + 3 * 10
+    assert Plan.cut(12, (3,)).bytes(carry_bytes=100, tape_bytes=30) == 4 * 100 + 3 * 30
+
+
+def test_how_single_values_read():
+    assert str(Plan.keep([(2, LESS), (5, KEEP), (1, None)])) == (
+        "Plan of 8 layers: 2 layers keep 2 of its values (1 on the host), then 5 layers keep 2 of "
+        "its values, then 1 layer keeps everything, 7 extra forward evaluations\n"
+        "  +++++++=\n"
+        "  = everything kept   + some values kept, the others computed again"
+    )
+    assert "whose layers keep 2 of its values" in str(Plan.cut(12, (3,), KEEP))
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.integers(1, 9),
+        st.none()
+        | st.builds(
+            policies.Keep,
+            st.lists(st.integers(0, 50)).map(tuple),
+            st.lists(st.integers(51, 60)).map(tuple),
+            st.integers(0, 10**12),
+            st.text(max_size=4),
+        ),
+    )
+)
+
+
+@given(RUNS)
+@settings(deadline=None, derandomize=True, max_examples=50)
+def test_runs_survive_json(runs):
+    plan = Plan.keep(runs)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert plan.length == sum(count for count, _ in runs)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"runs": []}, "runs"),
+        ({"runs": [[3, None]]}, "they are for 3 layers, and the plan for 4"),
+        ({"runs": [[0, None], [4, None]]}, "expected (layers, what they keep)"),
+        ({"runs": [[4]]}, "runs[0]"),
+        ({"runs": [4]}, "runs[0]"),
+        ({"runs": "four"}, "runs[0]"),
+        ({"runs": [[4, {"policy": "dots"}]]}, "expected (layers, what they keep)"),
+        ({"runs": [[4, {"policy": "keep", "values": [-1]}]]}, "whole numbers from 0 on, got -1"),
+        ({"runs": [[4, {"policy": "keep", "values": [True]}]]}, "got True"),
+        ({"runs": [[4, {"policy": "keep", "bytes": []}]]}, "bytes="),
+        ({"runs": [[4, {"policy": "keep", "layer": 3}]]}, "layer="),
+        ({"kind": "none"}, "runs"),
+        ({"slots": 3}, "slots"),
+        ({"lengths": [2]}, "lengths"),
+    ],
+)
+def test_bad_runs_are_named(change, text):
+    data = json.loads(Plan.keep([(4, KEEP)]).to_json()) | change
+    with pytest.raises(ValueError, match="bad plan") as caught:
+        Plan.from_json(json.dumps(data))
+    assert text in str(caught.value)

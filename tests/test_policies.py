@@ -199,7 +199,7 @@ def test_json_of_any_names(save, offload):
     [
         (3, 'expected an object with the key "policy", got 3'),
         ({}, 'expected an object with the key "policy"'),
-        ({"policy": "dotz"}, "policy: unknown 'dotz'; known are 'none', 'full', 'dots'"),
+        ({"policy": "dotz"}, "policy: unknown 'dotz'; known are 'none', 'auto', 'full', 'dots'"),
         ({"policy": "dots", "extra": 1}, "policy 'dots': .*extra"),
         (
             {"policy": "from_jax", "name": "nowhere"},
@@ -286,3 +286,43 @@ def test_jax_gets_its_own_policies():
 )
 def test_stack_policies_say_nothing_of_one_layer(policy):
     assert not hasattr(policy, "jax_policy")
+
+
+# ---------------------------------------------------------------- of fit
+
+
+def test_auto_is_a_policy_by_name():
+    assert policies.parse("auto") == policies.auto() == policies.Auto()
+    assert policies.from_json(json.loads(json.dumps(policies.auto().to_json()))) == policies.auto()
+    with pytest.raises(TypeError):
+        policies.parse("auto", slots=3)
+
+
+def test_places_are_sorted_and_met_once():
+    keep = policies.Keep((3, 1, 3), offload=(9, 2), bytes=5, layer="ab")
+    assert keep == policies.Keep((1, 3), (2, 9), 5, "ab")
+    assert policies.from_json(json.loads(json.dumps(keep.to_json()))) == keep
+    assert keep.offloads
+    assert not policies.Keep((1,)).offloads
+    assert str(keep) == "4 of its values (2 on the host)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"values": (-1,)}, "values= takes places"),
+        ({"values": (1.5,)}, "values= takes places"),
+        ({"values": (True,)}, "values= takes places"),
+        ({"offload": ("a",)}, "offload= takes places"),
+        ({"bytes": -1}, "bytes= takes a whole number"),
+        ({"layer": None}, "layer= takes the digest"),
+    ],
+)
+def test_what_are_no_places(fields: Any, text):
+    with pytest.raises(TypeError, match=text):
+        policies.Keep(**fields)
+
+
+def test_single_values_are_for_plans_alone():
+    with pytest.raises(TypeError, match="jaxmem.use_plan"):
+        policies.Keep((1,)).jax_policy  # noqa: B018

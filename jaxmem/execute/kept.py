@@ -82,8 +82,7 @@ def backward(
             if run.again:
                 # Outside a loop nothing else keeps a compiler from finding that it has the
                 # values already that are to be computed again.
-                tapes, ct = lax.optimization_barrier((tapes, state.carry))
-                state = state._replace(carry=ct)
+                tapes = _behind(state.carry, tapes)
             state = down(state, (indices[0], tapes))
         else:
             state, _ = lax.scan(
@@ -106,6 +105,28 @@ def _placed(form: Form, runs: Runs) -> Iterator[tuple[int, jax.Array, Layer]]:
         first = form.length - done - count if form.reverse else done
         yield count, jnp.arange(first, first + count, dtype=jnp.int32), run
         done += count
+
+
+def _behind(first: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The values, as if no one knew how they came about; there only once `first` is.
+
+    What goes through one barrier varies, under `shard_map`, over all mesh axes that any of it
+    varies over: values of a kind have one together, with those of `first` that do not add to it.
+    """
+    found = list(values)
+    for kind in dict.fromkeys(map(_axes, values)):
+        places = [place for place, value in enumerate(values) if _axes(value) == kind]
+        before = [value for value in first if value is not None and _axes(value) <= kind]
+        parted, _ = lax.optimization_barrier(([values[place] for place in places], before))
+        for place, value in zip(places, parted, strict=True):
+            found[place] = value
+    return found
+
+
+def _axes(value: Any) -> frozenset[str]:
+    """The mesh axes that a value varies over, under `shard_map`."""
+    kind = getattr(jax.typeof(value), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))
 
 
 def _placed_at(whole: Any, part: Any, index: Any) -> Any:

@@ -41,7 +41,8 @@ class Hole:
     Attributes:
       digest, inputs, where: see `HolePlan`.
       candidates: the plans that no other beats in bytes and seconds, fastest first.
-      param_bytes: of what it reads of the parameters.
+      param_bytes: of what it reads of the parameters; with what is not differentiated left out,
+        where that is known.
       met: what tells the regions of the step that this is from each other.
       shards: on how many devices it runs side by side, each with arrays of its own.
     """
@@ -244,7 +245,7 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
         ),
         values=tuple(described(layer, place, roofline) for place in range(len(layer.values))),
         graph=graph,
-        param_bytes=length * sum(map(nbytes, x)),
+        param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
         met=[stack],
     )
 

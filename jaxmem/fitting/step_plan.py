@@ -181,7 +181,7 @@ class Filled(ByLayer):
         Raises:
           ValueError: there is none; says what differs.
         """
-        if tracing.is_inside_layer():
+        if tracing.is_inside_layer() or tracing.is_inside_region():
             return _jax.evaluate(closed, args)
         code = Code(closed)
         for hole in self.plan.holes:
@@ -227,8 +227,8 @@ def _hole(data: Any, where: str) -> HolePlan:
         if key not in (*names, "plan"):
             raise ValueError(f"{where}.{key}: unknown key")
     inputs = data.get("inputs")
-    texts = [data.get("layer"), data.get("where"), *(inputs if isinstance(inputs, list) else [0])]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [data.get("layer"), data.get("where"), *(inputs if isinstance(inputs, list) else ())]
+    if not isinstance(inputs, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where}: expected inputs (a list of texts), layer and where (texts)")
     return HolePlan(data["layer"], tuple(inputs), data["where"], plan)
 
