@@ -12,8 +12,10 @@ Three things are needed that jax's public API does not give:
 """
 
 import dataclasses
+import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -238,6 +240,61 @@ def _last_use(
                 seen.add(atom)
                 last.setdefault(index, []).append(atom)
     return last
+
+
+def digest(closed: ClosedJaxpr, *more: str) -> str:
+    """What tells a jaxpr from others, in every process alike: types, operations, parameters.
+
+    Lines of code, and names that say where in the code an operation stands, are not in it.
+    """
+    lines = [*more, *_described(closed)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+# Names of this kind tell places in the code.
+PLACE_NAME = "jaxmem_operation_"
+
+
+def _described(closed: ClosedJaxpr) -> Iterator[str]:
+    jaxpr = closed.jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    numbers: dict[Any, int] = {var: number for number, var in enumerate(inputs)}
+    yield " ".join(str(var.aval) for var in inputs)
+
+    def written(atom: Any) -> str:
+        return str(atom) if is_literal(atom) else str(numbers[atom])
+
+    for eqn in jaxpr.eqns:
+        ins = [written(atom) for atom in eqn.invars]
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+        outs = [str(var.aval) for var in eqn.outvars]
+        name = name_given_by(eqn)
+        params = "" if name and name.startswith(PLACE_NAME) else _canonical(eqn.params)
+        yield f"{eqn.primitive.name} {ins} {outs} {params}"
+    yield str([written(atom) for atom in jaxpr.outvars])
+
+
+def _canonical(value: Any) -> str:
+    """A parameter as text that no address and no order of a set gets into."""
+    if isinstance(value, core.Jaxpr | ClosedJaxpr):
+        return "; ".join(_described(as_closed(value)))
+    if isinstance(value, dict):
+        return str(sorted((str(key), _canonical(item)) for key, item in value.items()))
+    if isinstance(value, set | frozenset):
+        return str(sorted(map(_canonical, value)))
+    if isinstance(value, tuple | list):
+        return str([_canonical(item) for item in value])
+    if callable(value) and not isinstance(value, type):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return re.sub(r"0x[0-9a-fA-F]+", "", str(value))
+
+
+def as_program(eqn: Eqn) -> ClosedJaxpr:
+    """A jaxpr of this one equation."""
+    ins = list(dict.fromkeys(atom for atom in eqn.invars if is_var(atom)))
+    empty = jax.make_jaxpr(lambda *args: args)(*(var.aval for var in ins))
+    return ClosedJaxpr(empty.jaxpr.replace(invars=ins, outvars=eqn.outvars, eqns=[eqn]), ())
 
 
 def needed(

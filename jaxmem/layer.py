@@ -17,8 +17,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,14 +128,7 @@ class Layer:
     @functools.cached_property
     def digest(self) -> str:
         """What tells this layer from others: types, operations, and what is differentiated."""
-        jaxpr = self.linearised.jaxpr
-        numbers = {var: number for number, var in enumerate(self.values)}
-        lines = [str(self.wrt), *(str(var.aval) for var in jaxpr.invars)]
-        for eqn in jaxpr.eqns:
-            ins = (numbers[a] if _jax.is_var(a) else str(a) for a in eqn.invars)
-            outs = (str(var.aval) for var in eqn.outvars)
-            lines.append(f"{eqn.primitive.name} {[*ins]} {[*outs]}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return _jax.digest(self.linearised, str(self.wrt))
 
     def problem(self, length: int) -> Problem:
         """The sizes of a stack of such layers."""
@@ -347,11 +340,17 @@ def _on_tape(layer: Layer) -> list[int]:
 
 
 def _numbered(closed: ClosedJaxpr, numbers: dict[Any, int]) -> dict[Any, int]:
-    """A number for each value: equal for values that are made in the same way from the inputs."""
+    """A number for each value: equal, in two jaxprs, for values that are made in the same way.
+
+    What is made in the same way several times has several numbers, in the order of making.
+    """
     jaxpr = closed.jaxpr
     found: dict[Any, int] = {}
+    made: Counter[Any] = Counter()
 
     def number(key: Any) -> int:
+        made[key] += 1
+        key = key, made[key]
         return numbers.setdefault(key, len(numbers))
 
     for place, var in enumerate(jaxpr.invars):

@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.costs import costs
@@ -57,7 +56,7 @@ class Roofline:
         if flops.is_matmul(eqn):
             count, size = flops.matmul_flops(eqn) * _width(eqn), read + written
         elif _jax.all_subjaxprs(eqn):
-            work = costs(_as_program(eqn))
+            work = costs(_jax.as_program(eqn))
             count, size = work.matmul_flops * _width(eqn), work.bytes
         else:
             count, size = 0, read + written
@@ -83,10 +82,3 @@ def _width(eqn: Any) -> float:
         if _jax.is_var(atom) and jnp.issubdtype(getattr(atom.aval, "dtype", int), jnp.floating)
     ]
     return max(1.0, min(sizes[: len(eqn.invars)], default=2) / 2)
-
-
-def _as_program(eqn: Any) -> ClosedJaxpr:
-    return _jax.trace(
-        lambda *args: eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params)),
-        [atom.aval for atom in eqn.invars],
-    )

@@ -207,8 +207,8 @@ class Tangent:
         """The schedule for a backward pass in which only these ys have cotangents.
 
         Zeros in their place would be pulled through the layer, where they are work
-        for nothing, and NaN wherever a derivative is infinite.  None if there is no way
-        but these.
+        for nothing, and NaN wherever a derivative is infinite.  None if what was kept is not
+        enough for it.
         """
         carry, ys = self.form.body.split_out(self.wrt.outs)
         rest = iter(used)
@@ -222,15 +222,7 @@ class Tangent:
         first_x = sum(self.wrt.ins[: self.first_x])
         schedule = self.schedule
         if not all(given[num_carry:]):
-            if (narrow := self.without(given[num_carry:])) is not None:
-                schedule = narrow
-            else:
-                zeros = map(_jax.zeros_of_type, self.tangent_avals)
-                cts = [
-                    zero if ct is None and place >= num_carry else ct
-                    for place, (zero, ct) in enumerate(zip(zeros, cts, strict=True))
-                ]
-                given = [ct is not None for ct in cts]
+            schedule = self.without(given[num_carry:])
 
         def parts(flat: Sequence[Any]) -> tuple[Sequence[Any], Any, list[Any]]:
             rest = iter(flat[self.num_residuals :])
@@ -249,22 +241,28 @@ class Tangent:
             rest, into = split(flat)
             args, kept, cts = parts(rest)
             ct_ys = [ct for ct in cts[num_carry:] if ct is not None]
+            assert schedule is not None
             found = schedule.backward(args, kept, cts[:num_carry], ct_ys, into)
             return [*found.consts, *found.carry, *found.xs]
 
         def as_nested(*flat: Any) -> list[Any]:
             rest, into = split(flat)
             args, _, cts = parts(rest)
-            outs, vjp = jax.vjp(self.active(*args), *self.primals(args))
-            full = [
-                _jax.zeros_like(o) if ct is None else ct for o, ct in zip(outs, cts, strict=True)
-            ]
-            found = list(vjp(full))
+
+            def wanted(*diff: Any) -> list[Any]:
+                # Zeros for the others would be NaN where a derivative is infinite.
+                outs = self.active(*args)(*diff)
+                return [out for out, g in zip(outs, given, strict=True) if g]
+
+            _, vjp = jax.vjp(wanted, *self.primals(args))
+            found = list(vjp([ct for ct in cts if ct is not None]))
             for number, held in into.held.items():
                 found[first_x + number] = into.add(held, found[first_x + number], into.factor)
             return found
 
         present = [ct for ct in cts if ct is not None]
+        if schedule is None:  # what was kept does not do
+            return as_nested(*residuals, *present, *parts_of_into)
         return _differentiated_as(backward, as_nested)(*residuals, *present, *parts_of_into)
 
 

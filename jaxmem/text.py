@@ -1,5 +1,6 @@
 """How numbers look in a terminal: sizes in KiB, MiB, GiB, and aligned columns."""
 
+import numbers
 import re
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ def parse_size(text: "str | int | float") -> int:
     >>> parse_size("40GiB") == 40 * 2**30, parse_size("1.5 kB"), parse_size(1024)
     (True, 1500, 1024)
     """
-    if isinstance(text, int | float) and not isinstance(text, bool):
+    if isinstance(text, numbers.Real) and not isinstance(text, bool):
         number, unit = float(text), 1
     elif isinstance(text, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)\s*", text)
@@ -47,6 +48,8 @@ def parse_size(text: "str | int | float") -> int:
         )
     if not 0 < number < float("inf"):
         raise ValueError(f"a size must be more than nothing, and finite, got {text!r}")
+    if number * unit < 1024:
+        raise ValueError(f'{text!r} is less than a KiB; is a unit missing, as in "{text}GiB"?')
     return int(number * unit)
 
 

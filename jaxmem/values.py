@@ -23,7 +23,7 @@ from jaxmem.solve.keep import Keep, menu
 from jaxmem.source import source_line
 
 # Names that begin so are jaxmem's, not the user's.
-OWN_NAME = "jaxmem_operation_"
+OWN_NAME = _jax.PLACE_NAME
 
 # ---------------------------------------------------------------- types
 
@@ -130,14 +130,14 @@ def without_checkpoint(layer: Layer, graph: Graph) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
     Outside of loops a compiler computes again by itself, inside of what reads it, whatever is
-    elementwise; so kept is the least from which all follows without a kernel.
+    elementwise and cheap; so kept is the least from which all follows by such operations.
     """
     unnamed = unnamed_places(layer)
     operations = tuple(
         Operation(
             inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
             outputs=one.outputs,
-            seconds=0.0 if kind_of(eqn) in ("fused", "view") else one.seconds,
+            seconds=0.0 if _is_repeated(eqn) else one.seconds,
         )
         for one, eqn in zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
         if _jax.name_given_by(eqn) is None
@@ -165,6 +165,21 @@ def unnamed_places(layer: Layer) -> list[int]:
 
 
 # ---------------------------------------------------------------- implementation
+
+# What compilers do not compute twice to spare memory, elementwise though it is.
+_EXPENSIVE = frozenset(
+    name
+    for line in (
+        "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp",
+        "exp2 expm1 lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh",
+    )
+    for name in line.split()
+)
+
+
+def _is_repeated(eqn: Any) -> bool:
+    """Whether a compiler computes it in each of those that read it."""
+    return kind_of(eqn) in ("fused", "view") and eqn.primitive.name not in _EXPENSIVE
 
 
 def _bytes(var: Any) -> int:

@@ -7,6 +7,7 @@ times.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +42,7 @@ class Hole:
     Attributes:
       digest, inputs, where: see `HolePlan`.
       candidates: the plans that no other beats in bytes and seconds, fastest first.
-      param_bytes: of what it reads of the parameters; with what is not differentiated left out,
-        where that is known.
+      param_bytes: of gradients that have to be there all at once, stacked.
       met: what tells the regions of the step that this is from each other.
       shards: on how many devices it runs side by side, each with arrays of its own.
     """
@@ -270,9 +270,9 @@ def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) ->
     return StraightHole(
         digest=code.digest,
         inputs=tuple(aval.str_short() for aval in code.closed.in_avals),
-        where=label,
+        where=re.sub(r"\(.*[/\\]", "(", label),  # the file's name alone
         candidates=tuple(reversed(found)),
-        param_bytes=sum(nbytes(aval) for aval in code.closed.in_avals if hasattr(aval, "shape")),
+        param_bytes=0,  # one by one such gradients go into their update
         met=[code],
         chain=chain,
         values=tuple(known[stretch.layer.digest] for stretch in chain.stretches),

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxmem.fitting.holes import StraightHole
 from jaxmem.report import MemoryReport
 from jaxmem.text import size
 
@@ -40,15 +41,17 @@ def shortfall(
         f"pass, {size(working)} one layer's working set, up to {size(gradients)} gradients"
     )
     lines.append("What would help:")
-    return "\n".join(
-        [*lines, *(f"  - {hint}" for hint in _hints(report, budget, fixed, ask, offload))]
-    )
+    straight = any(isinstance(hole, StraightHole) for hole in problem.holes)
+    hints = _hints(report, budget, fixed, ask, offload, straight)
+    return "\n".join([*lines, *(f"  - {hint}" for hint in hints)])
 
 
 # ---------------------------------------------------------------- implementation
 
 
-def _hints(report: MemoryReport, budget: int, fixed: int, ask: Any, offload: bool) -> list[str]:
+def _hints(
+    report: MemoryReport, budget: int, fixed: int, ask: Any, offload: bool, straight: bool
+) -> list[str]:
     hints = []
     own = report.output_bytes - report.alias_bytes
     if own > 0.02 * report.required_bytes and not report.alias_bytes:
@@ -73,6 +76,11 @@ def _hints(report: MemoryReport, budget: int, fixed: int, ask: Any, offload: boo
         hints.append(
             f"the arguments and results alone need {size(fixed)}: smaller parameters or optimizer "
             "state (bfloat16, adafactor), or more devices that share them"
+        )
+    if report.platform == "cpu" and straight:
+        hints.append(
+            "name an accelerator as the target: of code outside of scans the cpu compiler finds "
+            "again what it has computed before, so that no plan saves anything there"
         )
     if not offload and report.platform != "cpu":
         hints.append("allow_offload=True, which lets values go to host memory")

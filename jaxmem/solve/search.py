@@ -68,6 +68,8 @@ def search(
             high = guess
         else:
             low = guess
+    if high == len(predicted) and 0 not in seen and predicted and len(seen) < most:
+        seen[0] = compiled(0)  # where loops are small, nothing computed again can be the least
     fits = [rung for rung, size in seen.items() if size <= budget]
     return Found(min(fits, default=None), seen, high - low == 1)
 

@@ -1,0 +1,212 @@
+"""`jaxmem.fit` on models of many shapes: are budgets kept, and are predictions near the truth?
+
+    python experiments/fit_models.py            # an hour or so, nearly all of it compilers'
+    python experiments/fit_models.py --models lstm --targets h100-80g --budgets 3
+
+For each model of `budgeted_models.py` and each target, budgets are spread evenly, by factors,
+between the least that any plan compiles to and what the step needs with everything kept.  In
+each the compiled program has to be within the budget, and none may recompute more than one with
+a smaller budget does.  Predicted temporaries are those foretold before any compiler had spoken.
+
+It prints a table and writes `results/fit_models.csv`, a row for each budget as soon as it is
+known; the same command goes on where it was stopped.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import tyro
+from budgeted_models import MODELS
+
+import jaxmem
+from jaxmem.fitting.question import Question
+from jaxmem.fitting.step_problem import StepProblem, look
+from jaxmem.text import size
+from lm import files
+
+RESULTS = Path(__file__).parent / "results"
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Ask jaxmem.fit for plans of many models within many budgets."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    """Which of budgeted_models.py."""
+    targets: tuple[str, ...] = ("h100-80g", "v5e-16g")
+    """What to compile for; "local" is the attached backend."""
+    budgets: int = 8
+    """How many for each, from the least to everything kept."""
+    timeout: float = 900.0
+    """Seconds for compiling one program."""
+    results: Path = RESULTS
+    """Where fit_models.csv is written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What came of one budget; sizes in bytes.
+
+    Attributes:
+      place: which of the budgets, 0 the least.
+      temporaries: of the compiled program; `predicted` before it was compiled.
+      seconds: of extra work, by the roofline.
+      matmul_flops: of the compiled program.
+      compiles: how often the compiler was asked.
+    """
+
+    model: str
+    target: str
+    place: int
+    budget: int
+    required: int
+    temporaries: int
+    predicted: int
+    seconds: float
+    matmul_flops: int
+    compiles: int
+    jax: str
+
+    @property
+    def off(self) -> float:
+        """How far the prediction is from the truth, relative to it."""
+        return self.predicted / self.temporaries - 1
+
+
+# ---------------------------------------------------------------- API
+
+
+def main(options: Options) -> list[Row]:
+    """All rows, written as they come, and printed."""
+    path = options.results / "fit_models.csv"
+    rows = read(path)
+    for model, target in itertools.product(options.models, options.targets):
+        done = {row.place for row in rows if (row.model, row.target) == (model, target)}
+        if done >= set(range(options.budgets)):
+            continue
+        for row in asked(model, target, options, done):
+            rows.append(row)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(path, to_csv(rows))
+            print(
+                f"{model} {target}: budget {size(row.budget)}, needs {size(row.required)}, "
+                f"foretold {row.off:+.1%} off, {row.seconds * 1e3:.3f} ms more",
+                flush=True,
+            )
+    print(report([row for row in rows if row.model in options.models]))
+    return rows
+
+
+def asked(model: str, target: str, options: Options, done: set[int]) -> Iterator[Row]:
+    """The rows of one model on one target that are not there yet."""
+    job = MODELS[model]()
+    ask = Question(
+        job.step, job.args, dict(job.kwargs), target, job.donate_argnums, (), None,
+        options.timeout, True,
+    )  # fmt: skip
+    problem = look(ask, False, "roofline")
+    least, most = (problem.report(ask, rung).required_bytes for rung in (len(problem.rungs) - 1, 0))
+    for place in range(options.budgets):
+        if place in done:
+            continue
+        share = place / max(options.budgets - 1, 1)
+        budget = round(least ** (1 - share) * most**share)
+        fitted = jaxmem.fit(
+            job.step,
+            *job.args,
+            budget=budget,
+            target=target,
+            donate_argnums=job.donate_argnums,
+            timeout=options.timeout,
+            progress=False,
+        )
+        report = fitted.report
+        fixed = report.required_bytes - report.temp_bytes
+        yield Row(
+            model,
+            target,
+            place,
+            budget,
+            report.required_bytes,
+            report.temp_bytes,
+            problem.predicted[_rung(problem, fitted.plan)] - fixed,
+            fitted.explain().extra_seconds,
+            report.matmul_flops or 0,
+            fitted.compiles,
+            jax.__version__,
+        )
+
+
+def report(rows: Sequence[Row]) -> str:
+    """What is claimed, and whether it holds."""
+    lines = []
+    pairs = sorted({(row.model, row.target) for row in rows})
+    for model, target in pairs:
+        own = sorted((r for r in rows if (r.model, r.target) == (model, target)), key=_budget)
+        kept = sum(row.required <= row.budget for row in own)
+        falls = all(a.seconds >= b.seconds for a, b in itertools.pairwise(own))
+        work = own[0].matmul_flops / max(own[-1].matmul_flops, 1) - 1
+        off = [abs(row.off) for row in own]
+        course = "falls" if falls else "DOES NOT FALL"
+        lines.append(
+            f"{model:>13} {target:>9}: {size(own[0].required)} to {size(own[-1].required)}, "
+            f"{kept} of {len(own)} budgets kept, recomputation {course} with the budget (at the "
+            f"least {work:.1%} more matrix work), predictions off by "
+            f"{statistics.median(off):.1%} in the median, {max(off):.1%} at most, "
+            f"{max(row.compiles for row in own)} compiles at most"
+        )
+    if rows:
+        off = [abs(row.off) for row in rows]
+        over = sum(one > 0.1 for one in off)
+        lines.append(
+            f"all {len(rows)}: median error of the predicted temporaries "
+            f"{statistics.median(off):.1%}, {over} of them over 10 %"
+        )
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _budget(row: Row) -> int:
+    return row.budget
+
+
+def _rung(problem: StepProblem, plan: jaxmem.StepPlan) -> int:
+    return next(k for k in range(len(problem.rungs)) if problem.plan(k) == plan)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file of this version of jax; none if there is no such file."""
+    kinds = {field.name: field.type for field in dataclasses.fields(Row)}
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for cells in csv.DictReader(io.StringIO(path.read_text())):
+            values = {key: kinds[key](cell) for key, cell in cells.items()}  # pyright: ignore[reportCallIssue]
+            rows.append(Row(**values))
+    return [row for row in rows if row.jax == jax.__version__]
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """The rows as CSV, in the order of models, targets and budgets."""
+    out = io.StringIO()
+    names = [field.name for field in dataclasses.fields(Row)]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    order = {model: place for place, model in enumerate(MODELS)}
+    for row in sorted(rows, key=lambda r: (order[r.model], r.target, r.place)):
+        writer.writerow(dataclasses.asdict(row))
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

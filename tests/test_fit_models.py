@@ -1,0 +1,143 @@
+"""`jaxmem.fit` on models of many shapes, for an accelerator that is not there.
+
+Two budgets for each of some models; `experiments/fit_models.py` asks for eight, of all of them
+and on more targets.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import fit_models
+import jax
+import numpy as np
+import pytest
+from budgeted import kinds
+from budgeted_models import MODELS
+from fit_models import Options, Row
+
+import jaxmem
+from jaxmem.fitting.question import Question
+from jaxmem.fitting.step_problem import look
+
+TARGET = "h100-80g"
+
+# Smaller than the experiment's, and of what kind their plans are.
+SMALL = {
+    "lstm": ({"steps": 48, "batch": 64}, {"none", "keep", "periodic", "revolve"}),
+    "experts": ({"layers": 4, "batch": 4}, {"none", "keep", "periodic", "revolve"}),
+    "matrix_chain": ({}, {"straight"}),
+}
+
+
+def small(model: str) -> jaxmem.Job:
+    return MODELS[model](**SMALL[model][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SMALL)
+def test_budgets_between_the_least_and_everything_kept(model: str) -> None:
+    job = small(model)
+    ask = Question(job.step, job.args, {}, TARGET, job.donate_argnums, (), None, 900.0, True)
+    found = look(ask, False, "roofline")
+    least, most = (found.report(ask, k).required_bytes for k in (len(found.rungs) - 1, 0))
+    assert least < 0.8 * most
+    seconds, sizes = [], []
+    for share in (0.3, 0.7):
+        budget = round(least ** (1 - share) * most**share)
+        fitted = jaxmem.fit(
+            job.step,
+            *job.args,
+            budget=budget,
+            target=TARGET,
+            donate_argnums=job.donate_argnums,
+            progress=False,
+        )
+        assert fitted.report.required_bytes <= budget
+        assert fitted.report.target == TARGET
+        assert fitted.compiles <= 6
+        assert set(kinds(fitted.plan)) <= SMALL[model][1]
+        seconds.append(fitted.explain().extra_seconds)
+        sizes.append(fitted.report.required_bytes)
+    assert seconds[0] >= seconds[1] >= 0
+    assert least <= sizes[0] <= sizes[1] <= most
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_a_ladder_that_falls(model: str) -> None:
+    """Traced for the GPU and solved, not compiled."""
+    job = MODELS[model]()
+    ask = Question(job.step, job.args, {}, TARGET, job.donate_argnums, (), None, 900.0, True)
+    found = look(ask, False, "roofline")
+    seconds = [rung.seconds for rung in found.rungs]
+    assert len(found.rungs) > 8
+    assert list(found.predicted) == sorted(found.predicted, reverse=True)
+    assert seconds == sorted(seconds)
+    assert found.predicted[-1] < 0.8 * found.predicted[0]
+    again = look(ask, False, "roofline")
+    assert [again.plan(k) for k in range(3)] == [found.plan(k) for k in range(3)]
+
+
+def test_the_gradient_of_each_model_is_the_same_under_a_plan() -> None:
+    """On the CPU, with numbers: those models that are quick there."""
+    for model, sizes in [("lstm", {"steps": 5, "batch": 3, "width": 8}), ("tied", {"batch": 4})]:
+        job = MODELS[model](**sizes)
+        rng = np.random.default_rng(0)
+        args = jax.tree.map(
+            lambda s, rng=rng: rng.standard_normal(s.shape).astype(s.dtype) / 8, job.args
+        )
+        ask = Question(job.step, job.args, {}, "local", (), (), None, 900.0, True)
+        found = look(ask, False, "roofline")
+        results = []
+        for rung in (0, len(found.rungs) - 1):
+            with jaxmem.use_plan(found.plan(rung)):
+                results.append(jax.jit(job.step)(*args))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+
+
+# ---------------------------------------------------------------- the experiment
+
+
+@pytest.mark.slow
+def test_the_experiment_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"lstm": functools.partial(MODELS["lstm"], steps=12, batch=64, width=32)}
+    monkeypatch.setattr(fit_models, "MODELS", tiny)
+    options = Options(models=("lstm",), targets=("local",), budgets=2, results=tmp_path)
+    rows = fit_models.main(options)
+    assert [row.place for row in rows] == [0, 1]
+    assert all(row.required <= row.budget for row in rows)
+    assert rows[-1].seconds == 0
+    path = tmp_path / "fit_models.csv"
+    assert fit_models.read(path) == rows
+    path.write_text(fit_models.to_csv(rows[:1]))
+    asked = []
+    known = fit_models.jaxmem.fit
+
+    def fit(*args: object, **options: object) -> jaxmem.Fitted:
+        asked.append(options["budget"])
+        return known(*args, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(fit_models.jaxmem, "fit", fit)
+    assert fit_models.main(options) == rows
+    assert asked == [rows[1].budget]
+
+
+def test_rows_of_another_jax_are_made_anew(tmp_path: Path) -> None:
+    row = Row("lstm", "local", 0, 10, 9, 8, 7, 0.5, 3, 2, jax.__version__)
+    path = tmp_path / "fit_models.csv"
+    path.write_text(fit_models.to_csv([row, dataclasses.replace(row, place=1, jax="0.1")]))
+    assert fit_models.read(path) == [row]
+    assert fit_models.read(tmp_path / "none.csv") == []
+
+
+def test_the_report_says_what_does_not_hold() -> None:
+    low = Row("lstm", "local", 0, 1000, 990, 800, 840, 0.5, 30, 2, "1")
+    high = dataclasses.replace(low, place=1, budget=2000, required=1990, seconds=0.0)
+    text = fit_models.report([low, high])
+    assert "2 of 2 budgets kept, recomputation falls" in text
+    assert "off by 5.0% in the median" in text
+    slower = dataclasses.replace(high, seconds=0.9, required=2001)
+    text = fit_models.report([low, slower])
+    assert "1 of 2 budgets kept, recomputation DOES NOT FALL" in text

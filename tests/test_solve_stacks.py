@@ -1,0 +1,258 @@
+"""Plans of a stack, of several together, ladders of them, and the search on a ladder.
+
+Pure: numbers in, numbers out.  What is listed is held against sums of its own and against all
+plans of small stacks.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmem.solve.periodic import evaluations
+from jaxmem.solve.revolve import extra_steps
+from jaxmem.solve.search import search
+from jaxmem.solve.stacks import Candidate, Choice, candidates, pareto
+from jaxmem.solve.together import Rung, ladder, together
+
+MANY = settings(deadline=None, derandomize=True, max_examples=100)
+
+# ---------------------------------------------------------------- one stack
+
+
+@st.composite
+def choice_lists(draw: st.DrawFn) -> list[Choice]:
+    """Everything kept, and options that keep less and cost more."""
+    steps = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), max_size=3))
+    choices = [Choice(100, 0.0, draw(st.integers(0, 50)))]
+    for fewer, seconds in steps:
+        last = choices[-1]
+        if last.bytes <= fewer:
+            break
+        work = draw(st.integers(0, 150))
+        choices.append(Choice(last.bytes - fewer, last.seconds + seconds, work))
+    return choices
+
+
+def beaten(one: Candidate | Rung, others: Sequence[Candidate | Rung]) -> bool:
+    return any(
+        other.bytes <= one.bytes
+        and other.seconds <= one.seconds
+        and (other.bytes, other.seconds) != (one.bytes, one.seconds)
+        for other in others
+    )
+
+
+@given(st.integers(1, 40), st.integers(1, 30), choice_lists())
+@MANY
+def test_candidates_are_whole_plans_that_no_other_beats(
+    length: int, carry: int, choices: list[Choice]
+) -> None:
+    found = candidates(length, carry, 3.0, choices)
+    assert found
+    assert [c.bytes for c in found] == sorted((c.bytes for c in found), reverse=True)
+    assert not any(beaten(c, found) for c in found)
+    for c in found:
+        assert c.kept_bytes <= c.bytes
+        if c.kind == "keep":
+            assert sum(count for count, _ in c.runs) == length
+            assert c.kept_bytes == sum(n * choices[k].bytes for n, k in c.runs)
+            assert c.seconds == pytest.approx(sum(n * choices[k].seconds for n, k in c.runs))
+            assert c.bytes >= c.kept_bytes
+        elif c.kind == "periodic":
+            own = length * choices[c.choice].seconds
+            assert c.seconds == pytest.approx(3.0 * evaluations(length, c.lengths) + own)
+            assert all(b < a for a, b in itertools.pairwise((length, *c.lengths)))
+        else:
+            assert c.seconds == pytest.approx(3.0 * extra_steps(length, c.slots))
+            assert c.slots < length
+
+
+@given(st.integers(2, 14), choice_lists())
+@MANY
+def test_no_two_runs_are_better_than_those_listed(length: int, choices: list[Choice]) -> None:
+    """Of plans with up to two runs whose first keeps less, every one is matched or beaten."""
+    found = candidates(length, 10**6, 1e6, choices)  # carries that nobody would keep
+    alone = max(c.work_bytes for c in choices)
+
+    def work(count: int, choice: Choice) -> int:
+        return choice.work_bytes if count > 1 else alone
+
+    for first, second in itertools.combinations_with_replacement(range(len(choices)), 2):
+        low, high = choices[second], choices[first]  # the later of the list keeps less
+        for count in range(1, length):
+            others = length - count
+            kept = count * low.bytes + others * high.bytes
+            size = max(kept + work(others, high), count * low.bytes + work(count, low))
+            seconds = count * low.seconds + others * high.seconds
+            if low.bytes == high.bytes and low != high:
+                continue
+            if low == high:
+                size = kept + work(length, low)
+            assert any(c.bytes <= size and c.seconds <= seconds + 1e-9 for c in found)
+
+
+def test_the_fastest_keeps_all_and_the_least_is_less_than_one_carry_a_layer() -> None:
+    found = candidates(64, 10, 1.0, [Choice(100, 0.0), Choice(10, 1.0, work_bytes=100)])
+    assert found[0].seconds == 0
+    assert found[0].bytes == 6400
+    assert found[-1].bytes < 64 * 10
+    assert any(c.kind == "periodic" for c in found)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 61, 64, 1000])
+def test_lengths(length: int) -> None:
+    found = candidates(length, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
+    assert found[0].runs == ((length, 0),)
+    sizes = [c.bytes for c in found]
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+def test_no_layers_no_plans() -> None:
+    assert candidates(0, 1, 1.0, [Choice(1, 0.0)]) == ()
+    with pytest.raises(ValueError, match="at least one choice"):
+        candidates(3, 1, 1.0, [])
+
+
+@given(st.lists(st.builds(Candidate, st.integers(0, 9), st.integers(0, 9).map(float))))
+@MANY
+def test_pareto(found: list[Candidate]) -> None:
+    best = pareto(found)
+    assert not any(beaten(one, found) for one in best)
+    for one in found:
+        assert any(b.bytes <= one.bytes and b.seconds <= one.seconds for b in best)
+
+
+# ---------------------------------------------------------------- several stacks
+
+SMALL = st.lists(
+    st.builds(
+        lambda size, kept, seconds: Candidate(
+            bytes=size + kept, seconds=float(seconds), kept_bytes=kept
+        ),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.integers(0, 9),
+    ),
+    min_size=1,
+    max_size=4,
+).map(pareto)
+
+
+def peak(picked: Sequence[Candidate]) -> int:
+    """The worst moment: a stack is reversed with what those before it keep."""
+    before = itertools.accumulate((c.kept_bytes for c in picked), initial=0)
+    return max(kept + c.bytes for kept, c in zip(before, picked, strict=False))
+
+
+@given(st.lists(SMALL, min_size=1, max_size=4))
+@MANY
+def test_together_finds_what_listing_all_combinations_finds(
+    stacks: list[tuple[Candidate, ...]],
+) -> None:
+    all_of_them = [
+        Rung(peak(picked), sum(c.seconds for c in picked), ())
+        for picked in itertools.product(*stacks)
+    ]
+    best = {(r.bytes, r.seconds) for r in all_of_them if not beaten(r, all_of_them)}
+    found = together(stacks)
+    assert {(r.bytes, r.seconds) for r in found if not beaten(r, found)} == best
+    for rung in found:
+        picked = [stack[pick] for stack, pick in zip(stacks, rung.picks, strict=True)]
+        assert rung.bytes == peak(picked)
+        assert rung.seconds == pytest.approx(sum(c.seconds for c in picked))
+        assert rung.kept_bytes == sum(c.kept_bytes for c in picked)
+
+
+def test_a_stack_that_comes_first_is_alive_while_the_next_is_reversed() -> None:
+    first = (Candidate(bytes=10, seconds=0.0, kept_bytes=8),)
+    second = (Candidate(bytes=5, seconds=0.0, kept_bytes=5),)
+    assert together([first, second])[0].bytes == 13
+    assert together([second, first])[0].bytes == 15
+
+
+# ---------------------------------------------------------------- ladders
+
+
+@given(
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=200, unique=True), st.integers(0, 10**6)
+)
+@MANY
+def test_a_ladder_has_both_ends_and_steps_that_are_worth_it(sizes: list[int], others: int) -> None:
+    sizes = sorted(sizes, reverse=True)
+    rungs = [Rung(size, float(k), (k,)) for k, size in enumerate(sizes)]
+    found = ladder(rungs, others)
+    assert len(found) <= 63
+    assert found[0] == rungs[0]
+    assert found[-1].bytes == rungs[-1].bytes or len(found) == 1
+    assert list(found) == sorted(found, key=lambda r: r.seconds)
+    steps = [(a.bytes + others) / (b.bytes + others) for a, b in itertools.pairwise(found[:-1])]
+    assert all(step >= math.exp(0.0039) for step in steps) or len(rungs) <= 2
+
+
+def test_a_ladder_keeps_sharp_corners() -> None:
+    """A plan at which the price of a byte jumps is what most budgets want."""
+    rungs = [Rung(10_000 - k, k * 1e-3, (k,)) for k in range(500)]
+    corner = Rung(5_000, 1.0, (500,))
+    rungs += [corner, *(Rung(4_999 - 5 * k, 1 + 100.0 * (k + 1), (501 + k,)) for k in range(500))]
+    assert corner in ladder(rungs, 0)
+
+
+# ---------------------------------------------------------------- the search
+
+
+@st.composite
+def ladders(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """What rungs need in truth, falling, and what was predicted."""
+    steps = draw(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+    truth = list(itertools.accumulate(reversed(steps), initial=draw(st.integers(1, 500))))[::-1]
+    off = draw(st.integers(-100, 100))
+    predicted = [size + off + draw(st.integers(-5, 5)) for size in truth]
+    return sorted(predicted, reverse=True), truth
+
+
+@given(ladders(), st.data(), st.integers(1, 8))
+@MANY
+def test_search(given_ladder: tuple[list[int], list[int]], data: st.DataObject, most: int) -> None:
+    predicted, truth = given_ladder
+    budget = data.draw(st.integers(truth[-1] - 10, truth[0] + 10))
+    asked: list[int] = []
+
+    def compiled(rung: int) -> int:
+        asked.append(rung)
+        return truth[rung]
+
+    found = search(predicted, budget, compiled, most)
+    assert len(asked) == len(set(asked)) <= most
+    assert found.seen == {rung: truth[rung] for rung in asked}
+    if found.rung is None:
+        assert truth[-1] > budget or most < 2
+        assert len(truth) - 1 in asked  # that nothing fits, only the least of all can say
+    else:
+        assert truth[found.rung] <= budget
+        if found.closed:
+            assert found.rung == 0 or truth[found.rung - 1] > budget
+    if truth[-1] <= budget:
+        assert found.rung is not None
+
+
+@given(ladders())
+@MANY
+def test_six_compiles_answer_as_one_in_any_order(
+    given_ladder: tuple[list[int], list[int]],
+) -> None:
+    """Where searches end closed, larger budgets never get a slower rung."""
+    predicted, truth = given_ladder
+    budgets = sorted({truth[0], truth[-1], *(size + 1 for size in truth[::7])})
+    found = [search(predicted, budget, truth.__getitem__) for budget in budgets]
+    assert all(one.rung is not None for one in found)
+    closed = [one.rung for one in found if one.closed and one.rung is not None]
+    assert closed == sorted(closed, reverse=True)
+
+
+def test_one_rung() -> None:
+    assert search([5], 7, [6].__getitem__).rung == 0
+    assert search([5], 5, [6].__getitem__).rung is None

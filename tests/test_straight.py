@@ -1,0 +1,476 @@
+"""Code without a scan: where it is cut, its plans, its numbers, and what `remat_sqrt` does to it.
+
+The CPU's compiler undoes checkpoints outside of loops, so that memory is looked at for an
+absent GPU; numbers are computed here.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from budgeted import kinds, plans, problem
+from jax import lax
+from menagerie import assert_close, assert_same, exact_jit
+
+import jaxmem
+from jaxmem import NoStackWarning
+from jaxmem.straight import Code, Piece, StraightPlan
+
+B, D = 64, 16
+
+# ---------------------------------------------------------------- shapes of code
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) / 4, jnp.float32)
+
+
+def chain(params: Any, h: jax.Array) -> jax.Array:
+    for w in params["ws"]:
+        h = jnp.tanh(h @ w)
+    return jnp.square(h).mean()
+
+
+def residual(params: Any, h: jax.Array) -> jax.Array:
+    for w in params["ws"]:
+        h = h + jnp.tanh(h @ w)
+    return jnp.square(h).mean()
+
+
+def unet(params: Any, h: jax.Array) -> jax.Array:
+    *down, last = params["ws"]
+    passed = []
+    for w in down[:4]:
+        h = jax.nn.gelu(h @ w)
+        passed.append(h)
+    h = jnp.sin(h @ last)
+    for w in down[4:8]:
+        h = jax.nn.gelu(jnp.concatenate([h, passed.pop()], 0) @ w)
+        h = h[: h.shape[0] // 2] + h[h.shape[0] // 2 :]
+    return jnp.square(h).mean()
+
+
+def towers(params: Any, h: jax.Array) -> jax.Array:
+    ws = iter(params["ws"])
+    for _ in range(3):
+        branches = []
+        for depth in (1, 2):
+            y = h
+            for _ in range(depth):
+                y = jnp.tanh(y @ next(ws))
+            branches.append(y)
+        h = h + sum(branches)
+    return jnp.square(h).mean()
+
+
+def tied(params: Any, h: jax.Array) -> jax.Array:
+    for w in params["ws"][:5]:
+        h = jnp.tanh(h @ w)
+    for w in params["ws"][4::-1]:
+        h = jnp.tanh(h @ w.T)
+    return jnp.square(h).mean()
+
+
+def several_results(params: Any, h: jax.Array) -> Any:
+    seen = []
+    for k, w in enumerate(params["ws"]):
+        h = h + jnp.sin(h @ w)
+        if k % 3 == 0:
+            seen.append(h.mean(-1))
+    return jnp.square(h).mean() + jnp.stack(seen).sum(), {"h": h, "seen": seen, "n": len(seen)}
+
+
+def branches(params: Any, h: jax.Array) -> jax.Array:
+    for k, w in enumerate(params["ws"]):
+        h = lax.cond(h[0, 0] > k, lambda h, w: jnp.tanh(h @ w), lambda h, w: jnp.sin(h @ w), h, w)
+        h = jax.jit(lambda h: h - h.mean())(h)
+    return jnp.square(h).mean()
+
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (chain, residual, unet, towers, tied, branches)
+}
+
+
+def arrays() -> tuple[Any, jax.Array]:
+    return {"ws": [normal(k, D, D) for k in range(9)]}, normal(99, B, D)
+
+
+def code_of(fn: Callable[..., Any], *args: Any) -> Code:
+    return Code(jax.make_jaxpr(fn)(*args))
+
+
+# ---------------------------------------------------------------- cuts
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "several_results"])
+def test_what_is_alive_is_what_is_made_before_and_read_after(shape: str) -> None:
+    code = code_of({**SHAPES, "several_results": several_results}[shape], *arrays())
+    outs = {id(var) for var in code.closed.jaxpr.outvars}
+    for at in range(len(code) + 1):
+        made = {id(var) for eqn in code.eqns[:at] for var in eqn.outvars}
+        read = {id(var) for eqn in code.eqns[at:] for var in eqn.invars} | outs
+        assert {id(var) for var in code.alive[at]} == made & read
+    cuts = code.cuts()
+    assert cuts == sorted(set(cuts))
+    assert (cuts[0], cuts[-1]) == (0, len(code))
+
+
+def crossing(shape: str) -> list[int]:
+    """How many arrays of the size of `h` are alive at each cut."""
+    code = code_of(SHAPES[shape], *arrays())
+    size = B * D * 4
+    return [code.alive_bytes(at) // size for at in code.cuts()[1:-1]]
+
+
+def test_chains_are_cut_where_one_value_is_alive() -> None:
+    for shape in ("chain", "residual", "tied"):
+        found = crossing(shape)
+        assert len(found) >= 7
+        assert set(found) == {1}
+
+
+def test_towers_are_cut_where_they_meet() -> None:
+    assert crossing("towers").count(1) >= 2
+
+
+def test_skip_connections_are_alive_at_the_cuts_that_they_cross() -> None:
+    found = crossing("unet")
+    assert 4 <= max(found) <= 5  # four of them, and what they are joined to
+    assert found[0] == 1
+
+
+def test_what_follows_from_parameters_alone_is_not_alive() -> None:
+    """A cast of all weights up front is done where each is used."""
+
+    def low(params: Any, h: jax.Array) -> jax.Array:
+        cast = [w.astype(jnp.bfloat16) for w in params["ws"]]
+        for w in cast:
+            h = jnp.tanh(h.astype(jnp.bfloat16) @ w).astype(jnp.float32)
+        return h.sum()
+
+    code = code_of(low, *arrays())
+    inner = [code.alive_bytes(at) for at in code.cuts()[1:-1]]
+    assert inner
+    assert max(inner) <= B * D * 4
+
+
+def test_a_stretch_runs_from_what_it_reads_to_what_it_gives() -> None:
+    params, h = arrays()
+    code = code_of(tied, params, h)
+    jaxpr = code.closed.jaxpr
+    values = dict(zip(jaxpr.invars, jax.tree.leaves((params, h)), strict=True))
+    values.update(zip(jaxpr.constvars, code.closed.consts, strict=True))
+    cuts = code.cuts()
+    for first, last in itertools.pairwise(cuts):
+        given = [values[var] for var in code.reads(first, last)]
+        values.update(zip(code.gives(first, last), code.run(first, last, given), strict=True))
+    (out,) = jaxpr.outvars
+    assert_close(values[out], tied(params, h))
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_along_the_ladder(shape: str) -> None:
+    args = arrays()
+    marked = jaxmem.remat_auto(SHAPES[shape])
+    step = jax.value_and_grad(marked, (0, 1))
+    expected = exact_jit(jax.value_and_grad(SHAPES[shape], (0, 1)))(*args)
+    found = plans(step, *args, most=4)
+    assert {kind for plan in found for kind in kinds(plan)} == {"straight"}
+    for plan in found:
+        with jaxmem.use_plan(plan):
+            value, gradient = exact_jit(step)(*args)
+        assert_same(value, expected[0])
+        assert_close(gradient, expected[1])
+        assert jaxmem.StepPlan.from_json(plan.to_json()) == plan
+
+
+def test_results_that_are_no_arrays_and_results_of_the_middle() -> None:
+    args = arrays()
+    marked = jaxmem.remat_auto(several_results)
+    step = jax.value_and_grad(marked, has_aux=True)
+    (value, aux), gradient = jax.value_and_grad(several_results, has_aux=True)(*args)
+
+    def as_arrays(params: Any, h: jax.Array) -> Any:
+        (value, aux), gradient = step(params, h)
+        assert aux.pop("n") == 3
+        return (value, aux), gradient
+
+    del aux["n"]
+    for plan in plans(as_arrays, *args, most=3):
+        with jaxmem.use_plan(plan):
+            assert_close(jax.jit(as_arrays)(*args), ((value, aux), gradient), 3e-6)
+
+
+def test_derivatives_of_derivatives_and_vmap() -> None:
+    params, h = arrays()
+    params = {"ws": params["ws"][:4]}
+
+    def hessian_product(f: Any) -> Any:
+        def run(params: Any, h: jax.Array) -> Any:
+            return jax.jvp(jax.grad(f, 1), (params, h), (params, jnp.cos(h)))[1]
+
+        return run
+
+    def mapped(f: Any) -> Any:
+        return jax.vmap(jax.grad(f), (None, 0))
+
+    for build, at in [(hessian_product, h), (mapped, h.reshape(4, B // 4, D))]:
+        step = build(jaxmem.remat_auto(residual))
+        expected = jax.jit(build(residual))(params, at)
+        for plan in plans(step, params, at, most=2):
+            with jaxmem.use_plan(plan):
+                assert_close(jax.jit(step)(params, at), expected)
+
+
+def test_a_block_called_in_a_loop_is_one_plan() -> None:
+    @jaxmem.remat_auto
+    def block(w: Any, h: jax.Array) -> jax.Array:
+        for _ in range(3):
+            h = h + jnp.tanh(jnp.sin(h @ w) @ w)
+        return h
+
+    def loss(params: Any, h: jax.Array) -> jax.Array:
+        for w in params["ws"][:5]:
+            h = block(w, h)
+        return jnp.square(h).mean()
+
+    args = arrays()
+    step = jax.value_and_grad(loss)
+    found = problem(step, *args)
+    (hole,) = found.holes
+    assert hole.times == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxmem.JaxmemWarning)  # no plan is in force
+        expected = exact_jit(step)(*args)
+    for plan in plans(step, *args, most=3):
+        with jaxmem.use_plan(plan):
+            assert_close(exact_jit(step)(*args), expected)
+
+
+def test_a_region_in_a_region_is_part_of_it() -> None:
+    inner = jaxmem.remat_auto(lambda w, h: jnp.sin(jnp.tanh(h @ w) @ w))
+
+    @jaxmem.remat_auto
+    def outer(params: Any, h: jax.Array) -> jax.Array:
+        for w in params["ws"]:
+            h = h + inner(w, h)
+        return jnp.square(h).mean()
+
+    def bare(params: Any, h: jax.Array) -> jax.Array:
+        for w in params["ws"]:
+            h = h + jnp.sin(jnp.tanh(h @ w) @ w)
+        return jnp.square(h).mean()
+
+    args = arrays()
+    step = jax.value_and_grad(outer)
+    expected = exact_jit(jax.value_and_grad(bare))(*args)
+    for plan in plans(step, *args, most=3):
+        (hole,) = plan.holes
+        assert "outer" in hole.where
+        with jaxmem.use_plan(plan):
+            assert_close(exact_jit(step)(*args), expected)
+
+
+def test_a_region_in_the_layer_of_a_stack_is_part_of_it() -> None:
+    block = jaxmem.remat_auto(lambda w, h: jnp.sin(jnp.tanh(h @ w) @ w))
+
+    @jaxmem.remat_auto
+    def outer(ws: Any, h: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, w: (h + block(w, h), None), h, ws)[0].sum()
+
+    def bare(ws: Any, h: jax.Array) -> jax.Array:
+        layer = lambda h, w: (h + jnp.sin(jnp.tanh(h @ w) @ w), None)  # noqa: E731
+        return lax.scan(layer, h, ws)[0].sum()
+
+    args = normal(0, 5, D, D), normal(1, B, D)
+    step = jax.value_and_grad(outer)
+    expected = exact_jit(jax.value_and_grad(bare))(*args)
+    for plan in plans(step, *args, most=3):
+        assert len(plan.holes) == 1
+        with jaxmem.use_plan(plan):
+            assert_same(exact_jit(step)(*args), expected)
+
+
+def test_regions_in_one_that_has_no_stack_of_its_own() -> None:
+    """A decorated model made of a decorated stack and a decorated head: two plans."""
+    head = jaxmem.remat_auto(chain)
+    body = jaxmem.remat_auto(lambda ws, h: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, ws)[0])
+
+    @jaxmem.remat_auto
+    def whole(params: Any, h: jax.Array) -> jax.Array:
+        return head(params, body(jnp.stack(params["ws"]), h))
+
+    args = arrays()
+    step = jax.value_and_grad(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxmem.JaxmemWarning)  # no plan is in force
+        expected = exact_jit(step)(*args)
+    for plan in plans(step, *args, most=3):
+        assert len(plan.holes) == 2
+        with jaxmem.use_plan(plan):
+            assert_close(exact_jit(step)(*args), expected)
+
+
+def test_a_stack_between_straight_code() -> None:
+    """A region with a stack is planned as the stack; what stands beside it as code."""
+    head = jaxmem.remat_auto(chain)
+    body = jaxmem.remat_auto(lambda ws, h: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, ws)[0])
+
+    def loss(params: Any, h: jax.Array) -> jax.Array:
+        return head(params, body(jnp.stack(params["ws"]), h))
+
+    def bare(params: Any, h: jax.Array) -> jax.Array:
+        h = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, jnp.stack(params["ws"]))[0]
+        return chain(params, h)
+
+    args = arrays()
+    step = jax.value_and_grad(loss)
+    expected = exact_jit(jax.value_and_grad(bare))(*args)
+    for plan in plans(step, *args, most=3):
+        assert sorted(set(kinds(plan)) - {"none", "keep", "periodic", "revolve"}) == ["straight"]
+        with jaxmem.use_plan(plan):
+            assert_close(exact_jit(step)(*args), expected)
+
+
+# ---------------------------------------------------------------- remat_sqrt
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_remat_sqrt_cuts_code_without_a_warning(shape: str) -> None:
+    args = arrays()
+    expected = exact_jit(jax.value_and_grad(SHAPES[shape]))(*args)
+    step = jax.value_and_grad(jaxmem.remat_sqrt(SHAPES[shape]))
+    value, gradient = exact_jit(step)(*args)  # warnings are errors
+    assert_same(value, expected[0])
+    assert_close(gradient, expected[1])
+
+
+def test_remat_sqrt_still_warns_where_there_is_no_place_to_cut() -> None:
+    single = jaxmem.remat_sqrt(lambda w, h: h @ w)
+    with pytest.warns(NoStackWarning, match="no layer stack"):
+        jax.grad(lambda w, h: single(w, h).sum())(normal(0, D, D), normal(1, B, D))
+
+
+def test_the_other_policies_still_say_that_there_is_no_stack() -> None:
+    for policy in ("full", "dots"):
+        with pytest.warns(NoStackWarning, match="no layer stack"):
+            jax.grad(jaxmem.remat(chain, policy))(*arrays())
+
+
+def evaluations(jaxpr: Any, name: str) -> int:
+    """How often an operation stands in a jaxpr, wherever in it."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += eqn.primitive.name == name
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    count += evaluations(inner, name)
+    return count
+
+
+def test_remat_sqrt_computes_nothing_more_than_its_levels_say() -> None:
+    """Forward products, one more for each in the backward at most, and two for the gradients."""
+    args = {"ws": [normal(k, D, D) for k in range(16)]}, normal(99, B, D)
+    counts = [
+        evaluations(
+            jax.make_jaxpr(jax.grad(jaxmem.remat(residual, "sqrt", levels=levels)))(*args).jaxpr,
+            "dot_general",
+        )
+        for levels in (1, 2)
+    ]
+    bare = evaluations(jax.make_jaxpr(jax.grad(residual))(*args).jaxpr, "dot_general")
+    assert bare < counts[0] <= bare + 16
+    assert counts[0] <= counts[1] <= bare + 2 * 16
+
+
+# ---------------------------------------------------------------- the published test
+
+MB = 10**6
+SPEC = jax.ShapeDtypeStruct((500, 500), "float32")  # 1 MB
+
+
+def deep(h: jax.Array, last: bool = False) -> jax.Array:
+    for _ in range(100):
+        h = jnp.tanh(h)
+    return h.sum()
+
+
+def deep_residual(h: jax.Array) -> jax.Array:
+    for _ in range(100):
+        h = h + jnp.tanh(h)
+    return h.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", [deep, deep_residual])
+def test_a_hundred_megabytes_of_values_fit_twenty(fn: Any) -> None:
+    """The test of gradient-checkpointing (2018), for an absent GPU."""
+    fitted = jaxmem.fit(
+        jax.grad(jaxmem.remat_auto(fn)), SPEC, budget=20 * MB, target="h100-80g", progress=False
+    )
+    assert fitted.report.required_bytes <= 20 * MB
+    by_root = jaxmem.memory_report(jax.grad(jaxmem.remat_sqrt(fn)), SPEC, target="h100-80g")
+    bare = jaxmem.memory_report(jax.grad(fn), SPEC, target="h100-80g")
+    assert by_root.temp_bytes <= max(22 * MB, bare.temp_bytes / 4)
+
+
+# ---------------------------------------------------------------- plans as data
+
+
+def test_plans_of_code_are_values() -> None:
+    inner = (Piece(0, 2, keep=(1,), offload=(0,)), Piece(2, 4))
+    plan = StraightPlan(9, (Piece(0, 4, inner=inner), Piece(4, 9, keep=(5, 7))))
+    assert StraightPlan.from_data(plan.to_data()) == plan
+    assert hash(StraightPlan.from_data(plan.to_data())) == hash(plan)
+    assert str(plan) == (
+        "Plan of 9 operations: 2 pieces, 1 of them computed again whole, 1 in part"
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ([], "length and pieces"),
+        ({"length": 4}, "length and pieces"),
+        ({"length": True, "pieces": []}, "length"),
+        ({"length": 4, "pieces": {}}, "expected a list"),
+        ({"length": 4, "pieces": [{"first": 0}]}, "first and last"),
+        ({"length": 4, "pieces": [{"first": 0, "last": 2}]}, "end at operation 2"),
+        ({"length": 4, "pieces": [{"first": 1, "last": 4}]}, "do not follow"),
+        ({"length": 4, "pieces": [{"first": 0, "last": 4, "kept": []}]}, "unknown key"),
+        ({"length": 4, "pieces": [{"first": 0, "last": 4, "keep": [4]}]}, "its operations"),
+        ({"length": 4, "pieces": [{"first": 0, "last": 4, "keep": 3}]}, "its operations"),
+        ({"length": 4, "pieces": [{"first": 0, "last": 4, "offload": [3]}]}, "goes with keep"),
+        ({"length": 4, "pieces": [{"first": 0.0, "last": 4}]}, "place of an operation"),
+        ({"length": 4, "pieces": [{"first": 0, "last": 4, "inner": []}]}, "inner"),
+    ],
+)
+def test_what_is_no_plan_of_code(data: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        StraightPlan.from_data(data)
+
+
+def test_a_plan_for_other_code_is_refused() -> None:
+    args = arrays()
+    (plan,) = plans(jax.grad(jaxmem.remat_auto(chain)), *args, most=1)
+    fewer = {"ws": args[0]["ws"][:5]}, args[1]
+    with (
+        jaxmem.use_plan(plan),
+        pytest.raises(ValueError, match="operations, and there are") as caught,
+    ):
+        jax.grad(jaxmem.remat_auto(chain))(*fewer)
+    assert "chain" in str(caught.value)
+    assert str(caught.value).endswith("Fit this step anew")
+    chex.assert_tree_all_finite(jax.grad(chain)(*fewer))
