@@ -85,8 +85,8 @@ def fit(
     """
     if not callable(step):
         raise TypeError(
-            f"fit takes a step and its arguments, got {step!r} of type {type(step).__name__} as the "
-            "step; pass fit(step, *args, budget=...), not fit(step(*args))"
+            f"fit takes a step and its arguments, got {step!r} of type {type(step).__name__} as "
+            "the step; pass fit(step, *args, budget=...), not fit(step(*args))"
         )
     budget = parse_size(budget)
     max_compiles = check_positive("max_compiles", max_compiles)
