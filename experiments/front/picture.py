@@ -33,7 +33,29 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 # ---------------------------------------------------------------- implementation
 
 
-def _draw(rows: Sequence[Row], axes: Any) -> None:
+# Of our own points those are drawn that compute at most so many times more again than any policy.
+_BEYOND = 1.5
+
+
+def _draw(every: Sequence[Row], axes: Any) -> None:
+    most = _BEYOND * max(
+        (row.overhead or 0 for row in every if row.kind in (HAND, POLICY)), default=100
+    )
+    rows = [row for row in every if (row.overhead or 0) <= most]
+    for row in every:
+        if row not in rows:
+            gib = row.required_bytes / 2**30
+            words = f"fit goes on to {gib:.2f} GiB, at {row.overhead:+.0f} %"
+            axes.text(
+                0.99,
+                0.97,
+                words,
+                transform=axes.transAxes,
+                ha="right",
+                va="top",
+                fontsize=9,
+                color=INK,
+            )
     memory = [row.required_bytes for row in rows]
     work = [row.overhead or 0.0 for row in rows]
     unit = memory_axes(axes, memory, work, None)
