@@ -146,7 +146,7 @@ def test_no_stack_warns_at_the_users_line_and_checkpoints_once() -> None:
             h, _ = layer(h, w)
         return h.sum()
 
-    decorated = jaxmem.remat_sqrt(unrolled)
+    decorated = jaxmem.remat_full(unrolled)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         grads = jax.grad(decorated)(WEIGHTS, H)

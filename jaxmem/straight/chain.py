@@ -106,18 +106,20 @@ class Chain:
 
 # What a policy that knows no target goes by: an H100.
 _ANY = Roofline(matrix_peak=989e12, bandwidth=3.35e12)
+# Fewer stretches than this are no chain to cut.
+_FEWEST = 4
 
 
 def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | None:
     """Code with the plan of fewest bytes that computes nothing more than `levels` times again.
 
     Where there is no scan this is what cutting into segments comes to, sizes looked at.
-    None if there is no place to cut at.
+    None if it is too short for that: a layer on its own, say.
     """
     code = Code(closed)
-    chain = Chain(code, _ANY, points=0)
-    if len(chain.stretches) < 2:
+    if len(code.cuts()) - 1 < _FEWEST:
         return None
+    chain = Chain(code, _ANY, points=0)
     forward = sum(stretch.link.seconds for stretch in chain.stretches)
     within = [
         size for size, seconds in chain.table.frontier() if seconds <= policy.levels * forward

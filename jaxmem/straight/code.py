@@ -69,6 +69,7 @@ class Code:
         for size in made:
             total.append(total[-1] + size)
         window = total[-1] / 24
+        kernels = any(kind_of(eqn) == "kernel" for eqn in self.eqns)
         good, low, high = [], 0, 0
         for at in range(1, count):
             while total[at] - total[low] > window:
@@ -78,7 +79,7 @@ class Code:
             near = min(sizes[max(low, 1) : min(high, count - 1) + 1])
             # Behind an operation that is fused with what it reads, not in front of it.
             fused = kind_of(self.eqns[at]) in ("fused", "view") and sizes[at + 1] <= sizes[at]
-            if sizes[at] <= 1.05 * near and not fused:
+            if sizes[at] <= 1.05 * near and not (fused and kernels):
                 good.append(at)
         good = _spread(good, total, sizes, total[-1] / (4 * most))
         if len(good) > most - 1:
