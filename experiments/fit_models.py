@@ -1,6 +1,6 @@
 """`jaxmem.fit` on models of many shapes: are budgets kept, and are predictions near the truth?
 
-    python experiments/fit_models.py            # an hour or so, nearly all of it compilers'
+    python experiments/fit_models.py            # nearly all of the time is compilers'
     python experiments/fit_models.py --models lstm --targets h100-80g --budgets 3
 
 For each model of `budgeted_models.py` and each target, budgets are spread evenly, by factors,
