@@ -133,9 +133,11 @@ def without_jit(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
     return evaluate(eqn.params["jaxpr"], operands, without_jit)
 
 
-def has_jit(closed: ClosedJaxpr) -> bool:
-    """Whether `without_jit` has anything to do."""
-    return any(eqn.primitive is jit_p and not _constrains(eqn) for eqn in closed.jaxpr.eqns)
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr with the calls that `without_jit` looks into gone; itself if it has none."""
+    if not any(eqn.primitive is jit_p and not _constrains(eqn) for eqn in closed.jaxpr.eqns):
+        return closed
+    return trace(lambda *flat: evaluate(closed, flat, without_jit), closed.in_avals)
 
 
 def _constrains(eqn: Eqn) -> bool:
@@ -252,7 +254,18 @@ def digest(closed: ClosedJaxpr, *more: str) -> str:
 
 
 # Names of this kind tell places in the code.
-PLACE_NAME = "jaxmem_operation_"
+_PLACE_NAME = "jaxmem_operation_"
+
+
+def place_name(place: int) -> str:
+    """The name under which the results of an operation of straight-line code are kept."""
+    return f"{_PLACE_NAME}{place}"
+
+
+def place_named_by(eqn: Eqn) -> int | None:
+    """The place that was made such a name, if this is the equation that gives it."""
+    name = name_given_by(eqn) or ""
+    return int(name.removeprefix(_PLACE_NAME)) if name.startswith(_PLACE_NAME) else None
 
 
 def _described(closed: ClosedJaxpr) -> Iterator[str]:
@@ -269,8 +282,7 @@ def _described(closed: ClosedJaxpr) -> Iterator[str]:
         for var in eqn.outvars:
             numbers[var] = len(numbers)
         outs = [str(var.aval) for var in eqn.outvars]
-        name = name_given_by(eqn)
-        params = "" if name and name.startswith(PLACE_NAME) else _canonical(eqn.params)
+        params = _canonical(eqn.params) if place_named_by(eqn) is None else ""
         yield f"{eqn.primitive.name} {ins} {outs} {params}"
     yield str([written(atom) for atom in jaxpr.outvars])
 
@@ -331,11 +343,6 @@ def zeros_like(x: Any) -> Any:
     return ad_util.zeros_like_aval(core.typeof(x).to_ct_aval())
 
 
-def zeros_of_type(aval: Aval) -> Any:
-    """Zeros of a type, with its sharding and varying axes."""
-    return ad_util.zeros_like_aval(aval)
-
-
 def stacked(aval: Aval, length: int) -> Aval:
     """The type of so many values of a type, stacked along a new leading axis."""
     return core.unmapped_aval(length, 0, aval)
@@ -346,6 +353,12 @@ def unfilled(aval: Aval, length: int) -> Any:
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.numpy.empty((length, *aval.shape), aval.dtype)
     return ad_util.zeros_like_aval(stacked(aval, length))
+
+
+def varying(value: Any) -> frozenset[str]:
+    """Mesh axes along which a value differs from device to device, inside `shard_map`."""
+    kind = getattr(jax.typeof(value), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))
 
 
 def shards() -> int:

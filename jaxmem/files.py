@@ -3,6 +3,34 @@
 import os
 import uuid
 from pathlib import Path
+from typing import Self
+
+
+class Saved:
+    """Base of what is saved as its JSON text; `to_json` and `from_json` are the subclass's."""
+
+    def to_json(self) -> str:
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; the file is there whole or not at all."""
+        write_whole(Path(path), f"{self.to_json()}\n".encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+          ValueError: the file holds no such thing; the message names the file and the place.
+        """
+        try:
+            return cls.from_json(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
 
 
 def write_whole(path: Path, data: bytes) -> None:

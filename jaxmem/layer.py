@@ -273,10 +273,7 @@ class Layer:
         # are added up in another order where there was no jit.
         with tracing.inside_layer():
             traced = _jax.trace(with_residuals, body.jaxpr.in_avals)
-        if _jax.has_jit(traced):
-            inlined = functools.partial(_jax.evaluate, traced, special=_jax.without_jit)
-            traced = _jax.trace(lambda *flat: inlined(flat), body.jaxpr.in_avals)
-        self.linearised = traced
+        self.linearised = traced = _jax.inlined(traced)
         self._tree = tree
         self._makers = {var: eqn for eqn in traced.jaxpr.eqns for var in eqn.outvars}
 

@@ -16,15 +16,14 @@ Plan of 20 layers: 4 segments of 5, 20 extra forward evaluations
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from jaxmem import policies
 from jaxmem.errors import check_positive, check_segments
-from jaxmem.files import write_whole
+from jaxmem.files import Saved
 from jaxmem.policies import LayerPolicy
+from jaxmem.records import parsed
 from jaxmem.solve import extra_steps, first_sweep, periodic_bytes, segment_lengths
 from jaxmem.solve.periodic import evaluations
 
@@ -37,7 +36,7 @@ _WIDTH = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Saved):
     """How the backward pass of a stack gets its values.
 
     Use the constructors `Plan.none`, `Plan.full`, `Plan.periodic`,
@@ -209,12 +208,7 @@ class Plan:
         Raises:
           ValueError: the text is no such plan; the message says where.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"bad plan: not JSON at line {error.lineno} column {error.colno}: {error.msg}"
-            ) from None
+        data = parsed(text, "plan")
         if not isinstance(data, dict):
             raise ValueError(f"bad plan: expected an object, got {_short(data)}")
         if data.pop("jaxmem_plan", None) != 1:
@@ -236,22 +230,6 @@ class Plan:
         if "runs" in data:
             data["runs"] = _runs(data["runs"])
         return cls(**data)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; the file is there whole or not at all."""
-        write_whole(Path(path), f"{self.to_json()}\n".encode())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read a plan that `save` wrote.
-
-        Raises:
-          ValueError: the file holds no plan; the message names the file and the place.
-        """
-        try:
-            return cls.from_json(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
 
     # ------------------------------------------------------------ looking at it
 

@@ -7,6 +7,7 @@ dataclasses.
 
 import dataclasses
 import functools
+import json
 import math
 import types
 import typing
@@ -16,6 +17,28 @@ from typing import Any
 def to_data(record: Any) -> dict[str, Any]:
     """A dataclass as what `json` writes."""
     return {field.name: _plain(getattr(record, field.name)) for field in dataclasses.fields(record)}
+
+
+def parsed(text: str, what: str) -> Any:
+    """What JSON text holds.
+
+    Args:
+      what: is read, for the message.
+
+    Raises:
+      ValueError: it is not JSON; says where.
+
+    >>> parsed("[1, 2", "plan")
+    Traceback (most recent call last):
+      ...
+    ValueError: bad plan: not JSON at line 1 column 6: Expecting ',' delimiter
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"bad {what}: not JSON at line {error.lineno} column {error.colno}: {error.msg}"
+        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ import json
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxmem.hlo.buffers import Buffer, Timeline
-from jaxmem.records import from_data, to_data
+from jaxmem.records import from_data, parsed, to_data
 from jaxmem.text import size
 
 if TYPE_CHECKING:
@@ -179,13 +179,7 @@ class MemoryReport:
         Raises:
           ValueError: the text is no such report; the message says where.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"bad memory report: not JSON at line {error.lineno} column {error.colno}: "
-                f"{error.msg}"
-            ) from None
+        data = parsed(text, "memory report")
         if not isinstance(data, dict) or data.pop("jaxmem_report", None) != _VERSION:
             raise ValueError(
                 f"bad memory report: jaxmem_report: expected {_VERSION}, the version; is this a "

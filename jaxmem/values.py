@@ -7,7 +7,6 @@ mask in place of the mask.
 """
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -22,9 +21,6 @@ from jaxmem.roofline import Roofline
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.source import source_line
 
-# Names that begin so are jaxmem's, not the user's.
-OWN_NAME = _jax.PLACE_NAME
-
 # ---------------------------------------------------------------- types
 
 
@@ -34,12 +30,11 @@ class LayerValue:
 
     Attributes:
       place: its number among the layer's values.
-      name: its `checkpoint_name`, or the operation that makes it, or "carry".
+      name: its `checkpoint_name`, or the operation that makes it, or "input".
       source: the user's line.
       shape: "bfloat16[8,1024,1024]".
       bytes: in one layer.
       seconds: of the operation that makes it.
-      wanted: whether the backward pass reads it.
     """
 
     place: int
@@ -48,7 +43,6 @@ class LayerValue:
     shape: str
     bytes: int
     seconds: float
-    wanted: bool
 
 
 # ---------------------------------------------------------------- API
@@ -87,7 +81,7 @@ def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
     var = layer.values[place]
     made_by = layer.made_by(var)
     given = None if made_by is None else _jax.name_given_by(made_by)
-    if made_by is not None and given is not None and given.startswith(OWN_NAME):
+    if made_by is not None and _jax.place_named_by(made_by) is not None:
         inner = made_by.invars[0]
         before = layer.made_by(inner) if _jax.is_var(inner) else None
         given = None if before is None else before.primitive.name
@@ -101,7 +95,6 @@ def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
         shape=f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
         bytes=_bytes(var),
         seconds=0.0 if made_by is None else roofline.operation(made_by),
-        wanted=any(var is residual for residual in layer.residuals),
     )
 
 
@@ -213,10 +206,7 @@ def _pullback(layer: Layer) -> tuple[ClosedJaxpr, int, int]:
         )
 
     traced = _jax.trace(lambda *flat: jax.tree.leaves(run(*flat)), [*consts, *x, *tape, *outs])
-    if _jax.has_jit(traced):
-        inlined = functools.partial(_jax.evaluate, traced, special=_jax.without_jit)
-        traced = _jax.trace(lambda *flat: inlined(flat), traced.in_avals)
-    return traced, ends[1], ends[2]
+    return _jax.inlined(traced), ends[1], ends[2]
 
 
 def _in_memory(jaxpr: Any) -> set[Any]:

@@ -154,6 +154,11 @@ def positional(
 def there(
     fun: Callable[..., Any], args: Sequence[Any], what: str, numbers: Sequence[int]
 ) -> tuple[int, ...]:
+    """The positions that these numbers mean, those from the end counted from the start.
+
+    Raises:
+      TypeError: there is no such argument.
+    """
     for number in numbers:
         if not -len(args) <= number < len(args):
             name = getattr(fun, "__name__", "fun")

@@ -14,16 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-
-def varying(leaf: Any) -> frozenset[str]:
-    """Mesh axes along which a value differs from device to device, inside `shard_map`."""
-    kind = getattr(jax.typeof(leaf), "manual_axis_type", None)
-    return frozenset(getattr(kind, "varying", ()))
+from jaxmem import _jax
 
 
 def as_varying(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The same value, held by each device for itself."""
-    missing = tuple(sorted(axes - varying(leaf)))
+    missing = tuple(sorted(axes - _jax.varying(leaf)))
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 

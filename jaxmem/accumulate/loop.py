@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem import _jax
 from jaxmem.accumulate import devices
 from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.combine import Spec
@@ -81,9 +82,9 @@ class _Loop:
         for path in call.keys:
             leaves[path] = devices.own_key(jnp.asarray(leaves[path]), axes)
         arrays = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
-        self.varying = frozenset().union(*map(devices.varying, arrays))
+        self.varying = frozenset().union(*map(_jax.varying, arrays))
         # Parameters that all devices share would get their gradients summed in each microbatch.
-        self.summed = {path: self.varying - devices.varying(leaves[path]) for path in call.diff}
+        self.summed = {path: self.varying - _jax.varying(leaves[path]) for path in call.diff}
         if not sink.wants_share:
             for path in call.diff:
                 leaves[path] = devices.as_varying(leaves[path], self.varying)

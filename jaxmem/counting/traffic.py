@@ -39,7 +39,7 @@ def moved(ops: Sequence[Op]) -> int:
     for op, kind in zip(ops, kinds, strict=True):
         if kind == "edge":
             continue
-        if kind == "unit":
+        if kind == "kernel":
             size = _unit(op)
         elif kind == "view":
             size = 0
@@ -55,7 +55,7 @@ def moved(ops: Sequence[Op]) -> int:
             size = 0
             if kind == "update":
                 size = sum(needs.values()) + op.ins[1].size
-            elif kind == "reduce":
+            elif kind == "reduction":
                 size = sum(needs.values()) + sum(out.size for out in op.outs)
             else:
                 for out in op.outs:
@@ -88,18 +88,10 @@ def kind_of(eqn: Any) -> Kind:
 
 
 def _kind(op: Op) -> str:
+    """`kind_of` an operation, and what it does not tell apart: edges, and updates in place."""
     if op.eqn is None:
         return "edge"
-    name = op.eqn.primitive.name
-    if name in VIEWS and op.ins:
-        return "view"
-    if name == "dynamic_update_slice":
-        return "update"
-    if name in REDUCTIONS:
-        return "reduce"
-    if name not in APART and flops.is_elementwise(op.eqn):
-        return "chain"
-    return "view" if _jax.name_given_by(op.eqn) is not None else "unit"
+    return "update" if op.eqn.primitive.name == "dynamic_update_slice" else kind_of(op.eqn)
 
 
 def _bases(op: Op) -> Iterator[tuple[Value, Value]]:
@@ -116,7 +108,7 @@ def _in_memory(ops: Sequence[Op], kinds: Sequence[str]) -> set[Value]:
     for op, kind in zip(ops, kinds, strict=True):
         if kind == "view":
             base.update(_bases(op))
-        elif kind in ("unit", "edge", "update"):
+        elif kind in ("kernel", "edge", "update"):
             # An update's operand is the array that it changes.
             for value in op.ins[:1] if kind == "update" else op.ins:
                 while value in base:

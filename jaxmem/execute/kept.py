@@ -114,19 +114,13 @@ def _behind(first: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     varies over: values of a kind have one together, with those of `first` that do not add to it.
     """
     found = list(values)
-    for kind in dict.fromkeys(map(_axes, values)):
-        places = [place for place, value in enumerate(values) if _axes(value) == kind]
-        before = [value for value in first if value is not None and _axes(value) <= kind]
+    for kind in dict.fromkeys(map(_jax.varying, values)):
+        places = [place for place, value in enumerate(values) if _jax.varying(value) == kind]
+        before = [value for value in first if value is not None and _jax.varying(value) <= kind]
         parted, _ = lax.optimization_barrier(([values[place] for place in places], before))
         for place, value in zip(places, parted, strict=True):
             found[place] = value
     return found
-
-
-def _axes(value: Any) -> frozenset[str]:
-    """The mesh axes that a value varies over, under `shard_map`."""
-    kind = getattr(jax.typeof(value), "manual_axis_type", None)
-    return frozenset(getattr(kind, "varying", ()))
 
 
 def _placed_at(whole: Any, part: Any, index: Any) -> Any:

@@ -94,14 +94,18 @@ def fit(
         step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
     )
     problem = look(ask, allow_offload, cost)
-    rungs = problem.rungs
     reports: dict[int, MemoryReport] = {}
     with Progress(progress, max_compiles, f"budget {size(budget)}") as say:
 
         def compiled(rung: int) -> int:
             reports[rung] = problem.report(ask, rung)
-            say(rung, len(rungs), problem.predicted[rung], reports[rung].required_bytes, budget)
-            return reports[rung].required_bytes
+            needed = reports[rung].required_bytes
+            verdict = "fits" if needed <= budget else f"{size(needed - budget)} too much"
+            say(
+                f"fit: plan {rung + 1} of {len(problem.rungs)} needs {size(needed)} "
+                f"(foretold {size(problem.predicted[rung])}): {verdict}"
+            )
+            return needed
 
         found = search(problem.predicted, budget, compiled, max_compiles)
     if found.rung is None:

@@ -11,14 +11,14 @@ import io
 import itertools
 import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmem import targets
 from jaxmem.errors import check_positive
 from jaxmem.files import write_whole
+from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.question import Question
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.fitting.step_problem import Cost, look
@@ -211,10 +211,15 @@ def frontier(
     chosen = spread(problem.predicted, points)
     reports: dict[int, MemoryReport] = {}
     foretold: dict[int, int] = {}
-    for rung in _told(_ends_first(chosen), len(chosen), progress, foretold, reports):
-        seen = {other: report.required_bytes for other, report in reports.items()}
-        foretold[rung] = problem.prediction(rung, seen)
-        reports[rung] = problem.report(ask, rung)
+    with Progress(progress, len(chosen), "frontier") as say:
+        for number, rung in enumerate(_ends_first(chosen), 1):
+            seen = {other: report.required_bytes for other, report in reports.items()}
+            foretold[rung] = problem.prediction(rung, seen)
+            reports[rung] = problem.report(ask, rung)
+            say(
+                f"frontier: {number} of {len(chosen)} needs {size(reports[rung].required_bytes)} "
+                f"(foretold {size(foretold[rung])})"
+            )
     costs = [(reports[rung].required_bytes, problem.rungs[rung].seconds) for rung in chosen]
     return Frontier(
         tuple(
@@ -264,31 +269,6 @@ def _ends_first(chosen: Sequence[int]) -> list[int]:
         low, high = max(itertools.pairwise(done), key=lambda gap: gap[1] - gap[0])
         order.append((low + high) // 2)
     return [chosen[place] for place in order]
-
-
-def _told(
-    rungs: Sequence[int],
-    total: int,
-    shown: bool,
-    foretold: dict[int, int],
-    reports: dict[int, MemoryReport],
-) -> Iterator[int]:
-    """The rungs one by one, with a word on stderr on each when it has been compiled."""
-    from tqdm import tqdm
-
-    # Only in a terminal: in a log each step of the bar would be a line of its own.
-    disable = None if shown else True
-    with tqdm(total=total, unit="compile", desc="frontier", disable=disable, leave=False) as bar:
-        for number, rung in enumerate(rungs, 1):
-            yield rung
-            bar.update()
-            if shown:
-                needs = size(reports[rung].required_bytes)
-                bar.write(
-                    f"frontier: {number} of {total} needs {needs} "
-                    f"(foretold {size(foretold[rung])})",
-                    file=sys.stderr,
-                )
 
 
 def _beats(other: tuple[int, float], mine: tuple[int, float]) -> bool:

@@ -209,12 +209,13 @@ class Collector(ByLayer):
 
 def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackHole:
     length = stack.form.length
+    sizes = layer.problem(length)
     graph = graph_of(layer, roofline, offload)
-    options = [keep for keep in menu(graph) if keep.bytes < _tape_bytes(layer) or keep.offloaded]
+    options = [keep for keep in menu(graph) if keep.bytes < sizes.tape_bytes or keep.offloaded]
     # Keeping everything is the program as it stands: nothing is faster, whatever a
     # roofline says of the time that it takes to keep things.
     floor = min([0.0, *(keep.seconds for keep in options)])
-    everything = Choice(_tape_bytes(layer), floor, working_bytes(layer))
+    everything = Choice(sizes.tape_bytes, floor, working_bytes(layer))
     keeps = (None, *options)
     choices = (
         everything,
@@ -227,7 +228,7 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
             for keep in options
         ),
     )
-    _, carry, x = layer.body.split_in(layer.body.jaxpr.in_avals)
+    _, _, x = layer.body.split_in(layer.body.jaxpr.in_avals)
     forward = sum(operation.seconds for operation in graph.operations)
     return StackHole(
         digest=layer.digest,
@@ -238,7 +239,7 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
         choices=choices,
         candidates=candidates(
             length,
-            sum(map(nbytes, carry)),
+            sizes.carry_bytes,
             forward,
             choices,
             loose_bytes=loose_bytes(layer, graph),
@@ -288,8 +289,3 @@ def _kept(steps: Sequence[Kept | Again]) -> list[tuple[int, int]]:
         else:
             found += _kept(step.inner)
     return found
-
-
-def _tape_bytes(layer: Layer) -> int:
-    tape = (layer.values[place] for place in layer.kept if place is not None)
-    return sum(nbytes(var.aval) for var in tape if _jax.is_var(var))

@@ -1,13 +1,11 @@
-"""One line for each compile while `fit` works, and a bar in a terminal."""
+"""One line for each compile while plans are compiled, and a bar in a terminal."""
 
 import sys
 from typing import Any
 
-from jaxmem.text import size
-
 
 class Progress:
-    """Says on stderr how far a search is; a context manager."""
+    """Says on stderr how far the compiling of plans is; a context manager."""
 
     def __init__(self, shown: bool, total: int, what: str) -> None:
         from tqdm import tqdm
@@ -24,13 +22,8 @@ class Progress:
     def __exit__(self, *exception: Any) -> None:
         self._bar.close()
 
-    def __call__(self, rung: int, rungs: int, predicted: int, needed: int, budget: int) -> None:
-        """What one compile came to."""
+    def __call__(self, text: str) -> None:
+        """One compile is done, and this is what it came to."""
         self._bar.update()
         if self._shown:
-            verdict = "fits" if needed <= budget else f"{size(needed - budget)} too much"
-            self._bar.write(
-                f"fit: plan {rung + 1} of {rungs} needs {size(needed)} "
-                f"(foretold {size(predicted)}): {verdict}",
-                file=sys.stderr,
-            )
+            self._bar.write(text, file=sys.stderr)

@@ -9,14 +9,13 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxmem import _jax, straight, tracing
-from jaxmem.files import write_whole
+from jaxmem.files import Saved
 from jaxmem.plan import Plan
 from jaxmem.policies import ByLayer
-from jaxmem.records import from_data, to_data
+from jaxmem.records import from_data, parsed, to_data
 from jaxmem.straight import Code, StraightPlan
 
 _VERSION = 1
@@ -42,7 +41,7 @@ class HolePlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepPlan:
+class StepPlan(Saved):
     """What `jaxmem.fit` found: plans for the decorated regions of one step.
 
     Attributes:
@@ -78,12 +77,7 @@ class StepPlan:
         Raises:
           ValueError: the text is no such plan; the message says where.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"bad step plan: not JSON at line {error.lineno} column {error.colno}: {error.msg}"
-            ) from None
+        data = parsed(text, "step plan")
         if not isinstance(data, dict) or data.pop("jaxmem_step_plan", None) != _VERSION:
             raise ValueError(
                 f"bad step plan: jaxmem_step_plan: expected {_VERSION}, the version; is this a "
@@ -99,22 +93,6 @@ class StepPlan:
             return dataclasses.replace(bare, holes=found, versions=versions)
         except (TypeError, ValueError) as error:
             raise ValueError(f"bad step plan: {error}") from None
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; the file is there whole or not at all."""
-        write_whole(Path(path), f"{self.to_json()}\n".encode())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "StepPlan":
-        """Read a plan that `save` wrote.
-
-        Raises:
-          ValueError: the file holds no plan; the message names the file and the place.
-        """
-        try:
-            return cls.from_json(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
 
     def __str__(self) -> str:
         if not self.holes:

@@ -13,7 +13,7 @@ from jaxmem.problem import Graph
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chain
 from jaxmem.solve.keep import Keep, menu
-from jaxmem.straight.code import NAME, Code
+from jaxmem.straight.code import Code
 from jaxmem.straight.plan import Piece, StraightPlan
 from jaxmem.values import graph_of, unnamed_places, without_checkpoint, working_bytes
 
@@ -183,19 +183,15 @@ def _places(layer: Layer, atoms: Sequence[Any]) -> list[int]:
 
 def _operations(layer: Layer, places: Sequence[int]) -> list[int]:
     """The operations of the code whose results these values are; inputs are kept anyway."""
-    found = []
-    for place in places:
-        eqn = layer.made_by(layer.values[place])
-        name = None if eqn is None else _jax.name_given_by(eqn)
-        if name is not None and name.startswith(NAME):
-            found.append(int(name.removeprefix(NAME)))
-    return sorted(set(found))
+    makers = (layer.made_by(layer.values[place]) for place in places)
+    found = {_jax.place_named_by(eqn) for eqn in makers if eqn is not None}
+    return sorted(place for place in found if place is not None)
 
 
 def _first(layer: Layer) -> int:
     """The place in the code of the first operation of a stretch."""
-    names = map(_jax.name_given_by, layer.linearised.jaxpr.eqns)
-    return min(int(name.removeprefix(NAME)) for name in names if name and name.startswith(NAME))
+    named = map(_jax.place_named_by, layer.linearised.jaxpr.eqns)
+    return min(place for place in named if place is not None)
 
 
 def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:

@@ -18,10 +18,6 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.counting import kind_of
 from jaxmem.layer import Body, Layer, Wrt, cheap_values, nbytes
-from jaxmem.values import OWN_NAME
-
-# Under such a name the result of each operation appears to `jax.checkpoint`.
-NAME = OWN_NAME
 
 # ---------------------------------------------------------------- API
 
@@ -37,10 +33,7 @@ class Code:
     """
 
     def __init__(self, closed: ClosedJaxpr) -> None:
-        inlined = closed
-        if _jax.has_jit(closed):
-            run = functools.partial(_jax.evaluate, closed, special=_jax.without_jit)
-            inlined = _jax.trace(lambda *flat: run(flat), closed.in_avals)
+        inlined = _jax.inlined(closed)
         self.closed = _jax.reordered(inlined, _late(inlined))
         self.eqns: Sequence[Any] = self.closed.jaxpr.eqns
         self.alive = self._alive()
@@ -152,7 +145,7 @@ class Code:
 
 
 def _named(place: int, outs: Sequence[Any]) -> list[Any]:
-    return [checkpoint_name(out, f"{NAME}{place}") if _is_array(out) else out for out in outs]
+    return [checkpoint_name(out, _jax.place_name(place)) if _is_array(out) else out for out in outs]
 
 
 def _is_array(value: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 
 from jaxmem import _jax
 from jaxmem.policies import Names
-from jaxmem.straight.code import NAME, Code
+from jaxmem.straight.code import Code
 from jaxmem.straight.plan import Piece, StraightPlan
 
 
@@ -45,7 +45,7 @@ def _function(code: Code, piece: Piece) -> Any:
     if piece.keep is None:
         return straight
     names = Names(
-        save=tuple(f"{NAME}{place}" for place in piece.keep),
-        offload=tuple(f"{NAME}{place}" for place in piece.offload),
+        save=tuple(map(_jax.place_name, piece.keep)),
+        offload=tuple(map(_jax.place_name, piece.offload)),
     )
     return jax.checkpoint(straight, policy=names.jax_policy)
