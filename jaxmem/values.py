@@ -7,13 +7,13 @@ mask in place of the mask.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.alive import in_memory, peak_alive, read_by_kernels
 from jaxmem.counting import kind_of
 from jaxmem.layer import Layer, free_values, nbytes
 from jaxmem.problem import Graph, Operation
@@ -52,7 +52,7 @@ def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
     """The values of a layer and their makers, indices being places in `layer.values`."""
     places = {var: place for place, var in enumerate(layer.values)}
     sizes = [_bytes(var) for var in layer.values]
-    in_memory = _in_memory(layer.linearised.jaxpr)
+    stored = in_memory(layer.linearised.jaxpr)
     free = frozenset(places[var] for var in free_values(layer) if var in places)
     operations = [
         Operation(
@@ -69,7 +69,7 @@ def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
         wanted=frozenset(places[a] for a in layer.residuals if _jax.is_var(a)),
         keepable=frozenset(range(len(sizes))) - free,
         keep_seconds=tuple(
-            roofline.kept(size, var in in_memory)
+            roofline.kept(size, var in stored)
             for var, size in zip(layer.values, sizes, strict=True)
         ),
         host_seconds=tuple(map(roofline.sent, sizes)) if offload else None,
@@ -107,7 +107,16 @@ def working_bytes(layer: Layer, looped: bool = True) -> int:
     """
     closed, first, last = _pullback(layer)
     tape = closed.jaxpr.invars[first:last] if looped else []
-    return _peak(closed, copied=set(tape) & _read_by_kernels(closed.jaxpr))
+    return peak_alive(closed, copied=set(tape) & read_by_kernels(closed.jaxpr))
+
+
+def reversal_bytes(layer: Layer) -> int:
+    """About the most that is alive while a layer outside of loops is reversed.
+
+    Its tape and the gradient of its results among it, each till its last use.
+    """
+    closed, first, _ = _pullback(layer)
+    return peak_alive(closed, held=closed.jaxpr.invars[first:])
 
 
 def loose_bytes(layer: Layer, graph: Graph) -> int:
@@ -116,7 +125,7 @@ def loose_bytes(layer: Layer, graph: Graph) -> int:
     Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
     """
     closed, first, last = _pullback(layer.keeping(without_checkpoint(layer, graph).kept))
-    return _peak(closed, held=closed.jaxpr.invars[first:last])
+    return peak_alive(closed, held=closed.jaxpr.invars[first:last])
 
 
 def without_checkpoint(layer: Layer, graph: Graph) -> Keep:
@@ -207,81 +216,3 @@ def _pullback(layer: Layer) -> tuple[ClosedJaxpr, int, int]:
 
     traced = _jax.trace(lambda *flat: jax.tree.leaves(run(*flat)), [*consts, *x, *tape, *outs])
     return _jax.inlined(traced), ends[1], ends[2]
-
-
-def _in_memory(jaxpr: Any) -> set[Any]:
-    """The values that a compiler has in memory at all: what kernels make and take."""
-    found = {*jaxpr.invars, *jaxpr.constvars, *_read_by_kernels(jaxpr)}
-    for eqn in jaxpr.eqns:
-        kind = kind_of(eqn)
-        if kind in ("kernel", "reduction"):
-            found.update(eqn.outvars)
-        if kind == "view" and any(_jax.is_var(a) and a in found for a in eqn.invars[:1]):
-            found.update(eqn.outvars)
-    return found
-
-
-def _read_by_kernels(jaxpr: Any) -> set[Any]:
-    """What kernels take, and what that is a view of."""
-    found: set[Any] = set()
-    views: dict[Any, Any] = {}
-    for eqn in jaxpr.eqns:
-        kind = kind_of(eqn)
-        if kind == "view" and eqn.invars and _jax.is_var(eqn.invars[0]):
-            views.update((var, eqn.invars[0]) for var in eqn.outvars)
-        if kind == "kernel":
-            for atom in filter(_jax.is_var, eqn.invars):
-                found.add(atom)
-                while atom in views:
-                    atom = views[atom]
-                    found.add(atom)
-    return found
-
-
-def _peak(closed: ClosedJaxpr, copied: Collection[Any] = (), held: Sequence[Any] = ()) -> int:
-    """The most bytes alive at once, of what is computed.
-
-    Args:
-      copied: inputs that are copied when they are first read.
-      held: inputs that are alive from the start till they are last read.
-    """
-    eqns = closed.jaxpr.eqns
-    outs = {atom for atom in closed.jaxpr.outvars if _jax.is_var(atom)}
-    kinds = [kind_of(eqn) for eqn in eqns]
-    in_memory = outs | _in_memory(closed.jaxpr)
-    # Which arrays in memory have to be alive for a value to be read.
-    behind: dict[Any, frozenset[Any]] = {}
-    made_at: dict[Any, int] = {}
-    last_use: dict[Any, int] = {}
-    held_ones = frozenset(held)
-    for var in held:
-        made_at[var] = last_use[var] = 0
-        behind[var] = frozenset([var])
-    for at, eqn in enumerate(eqns):
-        for atom in eqn.invars:
-            if _jax.is_var(atom) and atom in copied and atom not in made_at:
-                made_at[atom] = last_use[atom] = at
-                behind[atom] = frozenset([atom])
-    for at, (eqn, kind) in enumerate(zip(eqns, kinds, strict=True)):
-        sources = frozenset().union(
-            *(behind.get(a, frozenset()) for a in eqn.invars if _jax.is_var(a))
-        )
-        for var in eqn.outvars:
-            if kind in ("kernel", "reduction") or (var in in_memory and kind != "view"):
-                behind[var] = frozenset([var])
-                made_at[var] = at
-                last_use.update(dict.fromkeys((*sources, var), at))
-            else:
-                behind[var] = sources
-        last_use.update(dict.fromkeys(sources & held_ones, at))
-    for var in outs:
-        last_use.update(dict.fromkeys(behind.get(var, ()), len(eqns)))
-    changes = [0] * (len(eqns) + 2)
-    for var, at in made_at.items():
-        changes[at] += _bytes(var)
-        changes[last_use[var] + 1] -= _bytes(var)
-    alive = peak = 0
-    for change in changes:
-        alive += change
-        peak = max(peak, alive)
-    return peak

@@ -4,6 +4,7 @@ The CPU's compiler undoes checkpoints outside of loops, so that memory is looked
 absent GPU; numbers are computed here.
 """
 
+import importlib
 import itertools
 import warnings
 from collections.abc import Callable
@@ -14,13 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from budgeted import kinds, plans, problem
+from budgeted import kinds, plans, problem, question
+from budgeted_models import MODELS
 from jax import lax
 from menagerie import assert_close, assert_same, exact_jit
 
 import jaxmem
 from jaxmem import NoStackWarning
 from jaxmem.straight import Code, Piece, StraightPlan
+
+straight_run = importlib.import_module("jaxmem.straight.run")  # its function has its name
 
 B, D = 64, 16
 
@@ -424,6 +428,21 @@ def test_a_hundred_megabytes_of_values_fit_twenty(fn: Any) -> None:
     by_root = jaxmem.memory_report(jax.grad(jaxmem.remat_sqrt(fn)), SPEC, target="h100-80g")
     bare = jaxmem.memory_report(jax.grad(fn), SPEC, target="h100-80g")
     assert by_root.temp_bytes <= max(22 * MB, bare.temp_bytes / 4)
+
+
+@pytest.mark.slow
+def test_gradients_of_what_passes_by_are_cut_out_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all of a concatenation's gradient waits for its part to be wanted."""
+    job = MODELS["unet"]()
+    found = problem(job.step, *job.args, target="h100-80g", donate=(0,))
+    ask = question(job.step, *job.args, target="h100-80g", donate=(0,))
+    place = round(0.6 * len(found.rungs))
+    apart = found.report(ask, place).temp_bytes
+    monkeypatch.setattr(
+        straight_run, "_together", lambda code, reads, values: [values[var] for var in reads]
+    )
+    waiting = found.report(ask, place).temp_bytes
+    assert apart < 0.97 * waiting
 
 
 # ---------------------------------------------------------------- plans as data

@@ -15,7 +15,7 @@ from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chai
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.straight.code import Code
 from jaxmem.straight.plan import Piece, StraightPlan
-from jaxmem.values import graph_of, unnamed_places, without_checkpoint, working_bytes
+from jaxmem.values import graph_of, reversal_bytes, unnamed_places, without_checkpoint
 
 # ---------------------------------------------------------------- types
 
@@ -62,7 +62,12 @@ class Chain:
                 known[layer.digest] = _stretch(layer, roofline, offload, points)
             self.stretches.append(known[layer.digest])
         links = [
-            dataclasses.replace(stretch.link, carry_bytes=self._given(last))
+            dataclasses.replace(
+                # Of what passes the link by, the gradient is there too while it is reversed.
+                stretch.link,
+                carry_bytes=self._given(last),
+                gradient_bytes=self._given(last),
+            )
             for stretch, (_, last) in zip(self.stretches, self.spans, strict=True)
         ]
         self.table: ChainTable = solve_chain(links, slots=200, carried=self._carried)
@@ -152,21 +157,22 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     if points == 0:
         options = options[-1:]
 
-    def option(kept: Sequence[int], seconds: float, work: int) -> Option:
-        values = [layer.values[place] for place in kept]
+    out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
+
+    def option(keep: Keep, seconds: float) -> Option:
+        values = [layer.values[place] for place in keep.kept]
+        tape_bytes = sum(nbytes(var.aval) for var in values)
+        reversal = reversal_bytes(layer.keeping(keep.kept, keep.offloaded))
         return Option(
-            tape_bytes=sum(nbytes(var.aval) for var in values),
+            tape_bytes=tape_bytes,
             seconds=max(seconds, 0.0),
-            work_bytes=work,
+            # The tape and the gradient are counted there until they are used, not to the end.
+            work_bytes=max(reversal - tape_bytes - out_bytes, 0),
             input_bytes=sum(nbytes(var.aval) for var in values if var in carry),
             output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
         )
 
-    choices = [option(as_it_stands.kept, 0.0, working_bytes(layer, looped=False))]
-    for keep in options:
-        work = working_bytes(layer.keeping(keep.kept, keep.offloaded), looped=False)
-        choices.append(option(keep.kept, keep.seconds, work))
-    out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
+    choices = [option(as_it_stands, 0.0), *(option(keep, keep.seconds) for keep in options)]
     link = Link(
         seconds=sum(operation.seconds for operation in graph.operations),
         carry_bytes=out_bytes,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from jaxmem import _jax
 from jaxmem.policies import Names
@@ -24,8 +25,33 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any]) -> None:
     """Evaluate pieces; `values` holds what they read, and then what they make."""
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
-        found = _function(code, piece)(*(values[var] for var in reads))
+        found = _function(code, piece)(*_together(code, reads, values))
         values.update(zip(gives, found, strict=True))
+
+
+def _together(code: Code, reads: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+    """What a piece reads, its gradients made in one go, before earlier pieces are reversed.
+
+    A gradient that is a part of a larger array, as of a concatenation, would else be cut out when
+    it is wanted, and all of the array be held till then.
+    """
+    inputs = {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
+    given = {var: values[var] for var in reads}
+    made = [var for var in reads if var not in inputs and _jax.has_tangent(var.aval)]
+    if len(made) > 1:
+        given |= zip(made, _with_gradients_together([given[var] for var in made]), strict=True)
+    return list(given.values())
+
+
+@jax.custom_jvp
+def _with_gradients_together(values: list[Any]) -> list[Any]:
+    return values
+
+
+@_with_gradients_together.defjvp
+def _(values: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[list[Any], list[Any]]:
+    # Of the values themselves a barrier would only keep compilers from fusing them.
+    return values[0], lax.optimization_barrier(tangents[0])
 
 
 def _function(code: Code, piece: Piece) -> Any:

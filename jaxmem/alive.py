@@ -1,0 +1,156 @@
+"""How many bytes of a traced program are alive at once, as compilers are taken to fuse it.
+
+Values die at their last use, in the order in which they are traced.  Chains of elementwise
+operations are computed inside of what reads them, and are in memory only where a kernel reads
+them; they are then written over an array of their size that is read there for the last time.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.counting import kind_of
+from jaxmem.layer import nbytes
+
+# ---------------------------------------------------------------- API
+
+
+def peak_alive(closed: ClosedJaxpr, copied: Collection[Any] = (), held: Sequence[Any] = ()) -> int:
+    """The most bytes alive at once, of what is computed.
+
+    Args:
+      copied: inputs that are copied when they are first read.
+      held: inputs that are alive from the start till they are last read.
+    """
+    jaxpr = closed.jaxpr
+    lives = _Lives(closed, held)
+    waiting = set(copied)
+    for at, eqn in enumerate(jaxpr.eqns):
+        for atom in eqn.invars:
+            if _jax.is_var(atom) and atom in waiting:
+                waiting.discard(atom)
+                lives.make(atom, at)
+        lives.evaluate(at, eqn)
+    for atom in filter(_jax.is_var, jaxpr.outvars):
+        lives.read(atom, len(jaxpr.eqns))
+    return lives.peak()
+
+
+def in_memory(jaxpr: Any) -> set[Any]:
+    """The values that a compiler has in memory at all: what kernels make and take."""
+    found = {*jaxpr.invars, *jaxpr.constvars, *read_by_kernels(jaxpr)}
+    for eqn in jaxpr.eqns:
+        kind = kind_of(eqn)
+        if kind in ("kernel", "reduction"):
+            found.update(eqn.outvars)
+        if kind == "view" and any(_jax.is_var(a) and a in found for a in eqn.invars[:1]):
+            found.update(eqn.outvars)
+    return found
+
+
+def read_by_kernels(jaxpr: Any) -> set[Any]:
+    """What kernels take, and what that is a view of."""
+    found: set[Any] = set()
+    views: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        kind = kind_of(eqn)
+        if kind == "view" and eqn.invars and _jax.is_var(eqn.invars[0]):
+            views.update((var, eqn.invars[0]) for var in eqn.outvars)
+        if kind == "kernel":
+            for atom in filter(_jax.is_var, eqn.invars):
+                found.add(atom)
+                while atom in views:
+                    atom = views[atom]
+                    found.add(atom)
+    return found
+
+
+# ---------------------------------------------------------------- implementation
+
+
+class _Lives:
+    """From when to when each array of a program is in memory."""
+
+    def __init__(self, closed: ClosedJaxpr, held: Sequence[Any]) -> None:
+        jaxpr = closed.jaxpr
+        self._stored = {*filter(_jax.is_var, jaxpr.outvars), *in_memory(jaxpr)}
+        self._length = len(jaxpr.eqns)
+        # Which arrays in memory have to be alive for a value to be read.
+        self._behind: dict[Any, frozenset[Any]] = {}
+        self._made: dict[Any, int] = {}
+        self._last: dict[Any, int] = {}
+        # Operations that may write over what they read, with what each makes.
+        self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
+        self._held = frozenset(held)
+        for var in held:
+            self.make(var, 0)
+
+    def make(self, var: Any, at: int) -> None:
+        """An array is in memory from here on."""
+        self._made[var] = self._last[var] = at
+        self._behind[var] = frozenset([var])
+
+    def read(self, atom: Any, at: int) -> frozenset[Any]:
+        """What is behind a value is alive until here at least."""
+        behind = self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
+        self._last.update(dict.fromkeys(behind, at))
+        return behind
+
+    def evaluate(self, at: int, eqn: Any) -> None:
+        """Take note of what one operation reads and makes."""
+        if eqn.primitive.name == "optimization_barrier":
+            for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+                self._pass(at, atom, var)
+            return
+        kind = kind_of(eqn)
+        made = [
+            var
+            for var in eqn.outvars
+            if kind in ("kernel", "reduction") or (var in self._stored and kind != "view")
+        ]
+        behind = frozenset().union(*(self._behind_of(atom) for atom in eqn.invars))
+        for var in eqn.outvars:
+            self._behind[var] = behind
+        if made:
+            self._last.update(dict.fromkeys(behind, at))
+        # What is held from the start is there wherever it is read, be that inside of another.
+        self._last.update(dict.fromkeys(behind & self._held, at))
+        for var in made:
+            self.make(var, at)
+        if kind == "fused" and made:
+            self._over.append((at, behind, made))
+
+    def peak(self) -> int:
+        changes = [0] * (self._length + 2)
+        for var, at in self._made.items():
+            changes[at] += _bytes(var)
+            changes[self._last[var] + 1] -= _bytes(var)
+        for at, behind, made in self._over:
+            ends = [_bytes(var) for var in behind if self._last[var] == at]
+            for var in made:
+                if _bytes(var) in ends:
+                    ends.remove(_bytes(var))
+                    changes[at] -= _bytes(var)
+                    changes[at + 1] += _bytes(var)
+        alive = peak = 0
+        for change in changes:
+            alive += change
+            peak = max(peak, alive)
+        return peak
+
+    def _pass(self, at: int, atom: Any, var: Any) -> None:
+        """A value is itself behind a barrier, but a part of something larger is a copy there."""
+        behind = self._behind_of(atom)
+        self._behind[var] = behind
+        if sum(map(_bytes, behind)) > _bytes(var):
+            self.read(atom, at)
+            self.make(var, at)
+
+    def _behind_of(self, atom: Any) -> frozenset[Any]:
+        return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
+
+
+def _bytes(var: Any) -> int:
+    return nbytes(var.aval) if hasattr(var.aval, "shape") else 0

@@ -1,0 +1,86 @@
+"""How many bytes of a traced program are alive at once."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from compiled import compiled
+from jax import lax
+
+from jaxmem import _jax
+from jaxmem.alive import peak_alive
+
+X = jax.ShapeDtypeStruct((64, 64), "float32")
+SIZE = 64 * 64 * 4
+
+
+def alive(fn, *specs, held=()):
+    closed = jax.make_jaxpr(fn)(*specs)
+    return peak_alive(closed, held=[closed.jaxpr.invars[k] for k in held]) / SIZE
+
+
+def test_products_are_in_memory_until_they_are_read():
+    assert alive(lambda x: x @ x, X) == 1
+    assert alive(lambda x: (x @ x) @ x, X) == 2
+    assert alive(lambda x: ((x @ x) @ x) @ x, X) == 2
+
+    def both_ends(x):
+        first = x @ x
+        return ((first @ x) @ x) @ first
+
+    assert alive(both_ends, X) == 3
+
+
+def test_elementwise_chains_are_computed_inside_of_what_reads_them():
+    assert alive(lambda x: jnp.exp(jnp.sin(x) + 1).sum(), X) == 4 / SIZE
+    assert alive(lambda x: jnp.exp(jnp.sin(x)) @ x, X) == 2
+
+
+def test_what_is_elementwise_is_written_over_what_it_reads_last():
+    assert alive(lambda x: jnp.sin(x @ x), X) == 1
+    assert alive(lambda x: jnp.sin(x @ x) + x @ x.T, X) == 2
+
+    def read_again(x):
+        first = x @ x
+        return jnp.sin(first) @ first
+
+    assert alive(read_again, X) == 3
+
+
+def test_what_is_held_is_there_until_it_is_read_and_can_be_written_over():
+    assert alive(lambda x, y: (x @ x) @ y, X, X, held=[1]) == 3
+    assert alive(lambda x, y: ((x * y) @ x) @ x, X, X, held=[1]) == 2
+    assert alive(lambda x, y: x * y, X, X, held=[1]) == 1
+
+
+def test_a_part_keeps_all_of_its_array_unless_it_is_behind_a_barrier():
+    def parts(x, y, apart):
+        left = (x @ x)[:, :16]  # a quarter of an array
+        if apart:
+            left = lax.optimization_barrier(left)
+        return left @ ((y @ y) @ y)[:16]
+
+    # While y @ y @ y is computed two arrays are there, and the part or all of a third one.
+    assert alive(lambda x, y: parts(x, y, False), X, X) == 3
+    assert alive(lambda x, y: parts(x, y, True), X, X) == 2.25
+
+
+def test_it_is_what_a_compiler_allocates():
+    """A chain of products of different widths, and its gradient, for a GPU that is not there."""
+    widths = [512, 1024, 256, 2048, 512]
+    sizes = list(itertools.pairwise(widths))
+    params = [jax.ShapeDtypeStruct(size, "float32") for size in sizes]
+    x = jax.ShapeDtypeStruct((16384, 512), "float32")
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.square(x).mean()
+
+    texts = compiled("gpu", jax.grad(loss), params, x)
+    stats = texts.stats
+    closed = _jax.inlined(jax.make_jaxpr(jax.grad(loss))(params, x))
+    outputs = sum(4 * int(np.prod(size)) for size in sizes)
+    assert stats["output_bytes"] >= outputs
+    assert abs(peak_alive(closed) / (stats["temp_bytes"] + outputs) - 1) < 0.05
