@@ -25,7 +25,7 @@ Spec = jax.ShapeDtypeStruct
 # ---------------------------------------------------------------- the models
 
 
-def matrix_chain(batch: int = 8192) -> jaxmem.Job:
+def matrix_chain(batch: int = 65536) -> jaxmem.Job:
     """Matrix products of sizes that differ, one after another in a Python loop."""
     widths = (512, 1024, 256, 2048, 512, 512, 1536, 256, 1024, 128, 768, 512)
     params = [Spec(pair, "float32") for pair in itertools.pairwise(widths)]
@@ -39,7 +39,7 @@ def matrix_chain(batch: int = 8192) -> jaxmem.Job:
     return _step("matrix_chain", forward, params, Spec((batch, widths[0]), "float32"))
 
 
-def unet(batch: int = 16, size: int = 64, width: int = 32, levels: int = 3) -> jaxmem.Job:
+def unet(batch: int = 64, size: int = 128, width: int = 32, levels: int = 3) -> jaxmem.Job:
     """Two convolutions at each level, down and up again, what went down joined to what comes up."""
 
     def pair(name: str, given: int, made: int) -> dict[str, Spec]:
@@ -73,7 +73,7 @@ def unet(batch: int = 16, size: int = 64, width: int = 32, levels: int = 3) -> j
     return _step("unet", forward, params, Spec((batch, size, size, 8), "float32"))
 
 
-def towers(batch: int = 8192, width: int = 512, blocks: int = 5) -> jaxmem.Job:
+def towers(batch: int = 65536, width: int = 512, blocks: int = 5) -> jaxmem.Job:
     """Blocks in the style of Inception: towers of one to three products, joined by a sum."""
     depths = (1, 2, 3)
     names = [(b, t, k) for b in range(blocks) for t in depths for k in range(t)]
@@ -94,7 +94,7 @@ def towers(batch: int = 8192, width: int = 512, blocks: int = 5) -> jaxmem.Job:
     return _step("towers", forward, params, Spec((batch, width), "float32"))
 
 
-def tied(batch: int = 8192, width: int = 1024, layers: int = 5) -> jaxmem.Job:
+def tied(batch: int = 65536, width: int = 1024, layers: int = 5) -> jaxmem.Job:
     """An autoencoder whose way back is by the transposes of its way there."""
     widths = [width // (1 + k % 3) for k in range(layers + 1)]
     params = [Spec(pair, "float32") for pair in itertools.pairwise(widths)]
@@ -111,7 +111,7 @@ def tied(batch: int = 8192, width: int = 1024, layers: int = 5) -> jaxmem.Job:
 
 
 def experts(
-    batch: int = 8, sequence: int = 512, width: int = 256, layers: int = 8, number: int = 4
+    batch: int = 32, sequence: int = 512, width: int = 512, layers: int = 8, number: int = 4
 ) -> jaxmem.Job:
     """Scanned layers of a mixture of experts: each token goes to one that has room."""
     room = 2 * sequence // number
@@ -145,7 +145,7 @@ def experts(
     return _gradient("experts", loss, params, Spec((batch, sequence, width), "float32"))
 
 
-def lstm(batch: int = 128, steps: int = 128, width: int = 256) -> jaxmem.Job:
+def lstm(batch: int = 1024, steps: int = 128, width: int = 512) -> jaxmem.Job:
     """An LSTM: the stack is its scan over time, and all layers have the same parameters."""
     shapes = {"in": (width, 4 * width), "recurrent": (width, 4 * width), "bias": (4 * width,)}
     params = {name: Spec(shape, "float32") for name, shape in shapes.items()}
@@ -166,7 +166,7 @@ def lstm(batch: int = 128, steps: int = 128, width: int = 256) -> jaxmem.Job:
 
 
 def transformer(
-    batch: int = 4, sequence: int = 512, width: int = 512, layers: int = 8, heads: int = 8
+    batch: int = 16, sequence: int = 512, width: int = 1024, layers: int = 8, heads: int = 16
 ) -> jaxmem.Job:
     """Scanned pre-norm layers with plain attention, in bfloat16."""
     return programs.transformer(batch, sequence, width, layers, heads)

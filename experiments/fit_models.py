@@ -12,24 +12,20 @@ It prints a table and writes `results/fit_models.csv`, a row for each budget as 
 known; the same command goes on where it was stopped.
 """
 
-import contextlib
-import csv
 import dataclasses
-import io
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
 import tyro
 from budgeted_models import MODELS
 
 import jaxmem
+from common.table import Record, Table, versions
 from jaxmem.fitting.question import Question
 from jaxmem.fitting.step_problem import StepProblem, look
 from jaxmem.text import size
-from lm import files
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,7 +49,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(Record):
     """What came of one budget; sizes in bytes.
 
     Attributes:
@@ -74,7 +70,6 @@ class Row:
     seconds: float
     matmul_flops: int
     compiles: int
-    jax: str
 
     @property
     def off(self) -> float:
@@ -87,22 +82,21 @@ class Row:
 
 def main(options: Options) -> list[Row]:
     """All rows, written as they come, and printed."""
-    path = options.results / "fit_models.csv"
-    rows = read(path)
+    table = Table(options.results / "fit_models.csv", Row, ("model", "target", "place"))
+    rows = []
     for model, target in itertools.product(options.models, options.targets):
-        done = {row.place for row in rows if (row.model, row.target) == (model, target)}
-        if done >= set(range(options.budgets)):
-            continue
-        for row in asked(model, target, options, done):
-            rows.append(row)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write(path, to_csv(rows))
-            print(
-                f"{model} {target}: budget {size(row.budget)}, needs {size(row.required)}, "
-                f"foretold {row.off:+.1%} off, {row.seconds * 1e3:.3f} ms more",
-                flush=True,
-            )
-    print(report([row for row in rows if row.model in options.models]))
+        made_by = versions(target)
+        done = {row.place for row in table.of(made_by, model=model, target=target)}
+        if not done >= set(range(options.budgets)):
+            for row in asked(model, target, options, done):
+                table.add(row)
+                print(
+                    f"{model} {target}: budget {size(row.budget)}, needs {size(row.required)}, "
+                    f"foretold {row.off:+.1%} off, {row.seconds * 1e3:.3f} ms more",
+                    flush=True,
+                )
+        rows += sorted(table.of(made_by, model=model, target=target), key=_budget)
+    print(report(rows))
     return rows
 
 
@@ -142,7 +136,7 @@ def asked(model: str, target: str, options: Options, done: set[int]) -> Iterator
             fitted.explain().extra_seconds,
             report.matmul_flops or 0,
             fitted.compiles,
-            jax.__version__,
+            versions=versions(target),
         )
 
 
@@ -183,29 +177,6 @@ def _budget(row: Row) -> int:
 
 def _rung(problem: StepProblem, plan: jaxmem.StepPlan) -> int:
     return next(k for k in range(len(problem.rungs)) if problem.plan(k) == plan)
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a file of this version of jax; none if there is no such file."""
-    kinds = {field.name: field.type for field in dataclasses.fields(Row)}
-    rows = []
-    with contextlib.suppress(FileNotFoundError):
-        for cells in csv.DictReader(io.StringIO(path.read_text())):
-            values = {key: kinds[key](cell) for key, cell in cells.items()}  # pyright: ignore[reportCallIssue]
-            rows.append(Row(**values))
-    return [row for row in rows if row.jax == jax.__version__]
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-    """The rows as CSV, in the order of models, targets and budgets."""
-    out = io.StringIO()
-    names = [field.name for field in dataclasses.fields(Row)]
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    order = {model: place for place, model in enumerate(MODELS)}
-    for row in sorted(rows, key=lambda r: (order[r.model], r.target, r.place)):
-        writer.writerow(dataclasses.asdict(row))
-    return out.getvalue()
 
 
 if __name__ == "__main__":

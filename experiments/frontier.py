@@ -17,21 +17,19 @@ compiled again even then).
 
 import contextlib
 import dataclasses
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import programs
 import tyro
-from front import claims, picture, rivals
-from front.rivals import RIVALS, Asked, Rival
-from front.table import FIT, FRONTIER, HAND, POLICY, Made, Row, Table
 from tqdm import tqdm
 
 import jaxmem
-from jaxmem import targets
+from common.table import Table, versions
+from front import claims, picture, rivals
+from front.rivals import RIVALS, Asked, Rival
+from front.table import FIT, FRONTIER, HAND, POLICY, Made, Row, of, table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -86,45 +84,44 @@ class Options:
 def main(options: Options) -> dict[str, list[Row]]:
     """The rows of each target, completed, printed, drawn."""
     options = options.sized()
-    table = Table(options.results / "frontier.csv")
+    known = table(options.results / "frontier.csv")
     found = {}
     for target in options.targets:
-        rows = found[target] = _rows(options, table, target)
+        rows = found[target] = _rows(options, known, target)
         file = options.results / f"frontier_{target.rpartition(':')[2]}.png"
         picture.draw(rows, file)
-        print(f"{target}\n{claims.summary(rows)}\nwritten: {table.path}, {file}\n")
+        print(f"{target}\n{claims.summary(rows)}\nwritten: {known.path}, {file}\n")
     return found
 
 
 # ---------------------------------------------------------------- implementation
 
 
-def _rows(options: Options, table: Table, target: str) -> list[Row]:
+def _rows(options: Options, known: Table[Row], target: str) -> list[Row]:
     made = Made(
         target,
         " ".join(f"{name}={value}" for name, value in options.size.items()),
-        _versions(target),
-        datetime.date.today().isoformat(),
+        versions(target),
     )
     if options.again:
-        table.drop(made, HAND, POLICY, FIT, FRONTIER)
+        known.drop(of(known, made, HAND, POLICY, FIT, FRONTIER))
     with tqdm(total=len(RIVALS), desc=target, unit="program", disable=None) as bar:
         for rival in RIVALS:
             with _step(bar, rival.name):
-                if table.find(made, rival.kind, rival.name) is None:
-                    table.add(_rival(rival, options, made))
-        asked = rivals.asked(table.of(made, HAND, POLICY))
+                if _find(known, made, rival.kind, rival.name) is None:
+                    known.add(_rival(rival, options, made))
+        asked = rivals.asked(of(known, made, HAND, POLICY))
         bar.total += len(asked) + 1
         with _step(bar, "frontier"):
-            if len(table.of(made, FRONTIER)) != options.points:
-                table.drop(made, FRONTIER)
-                table.add(*_frontier(options, made))
+            if len(of(known, made, FRONTIER)) != options.points:
+                known.drop(of(known, made, FRONTIER))
+                known.add(*_frontier(options, made))
         for one in asked:
             with _step(bar, one.name):
-                if table.find(made, FIT, one.name, one.budget) is None:
-                    table.add(_fit(one, options, made))
+                if _find(known, made, FIT, one.name, one.budget) is None:
+                    known.add(_fit(one, options, made))
     wanted = {(one.name, one.budget) for one in asked}
-    rows = table.of(made, HAND, POLICY, FIT, FRONTIER)
+    rows = of(known, made, HAND, POLICY, FIT, FRONTIER)
     return [row for row in rows if row.kind != FIT or (row.name, row.budget_bytes) in wanted]
 
 
@@ -133,6 +130,13 @@ def _step(bar: Any, name: str) -> Iterator[None]:
     bar.set_postfix_str(name)
     yield
     bar.update()
+
+
+def _find(
+    known: Table[Row], made: Made, kind: str, name: str, budget: int | None = None
+) -> Row | None:
+    key = {"target": made.target, "program": made.program, "kind": kind, "name": name}
+    return known.find(made.versions, **key, budget_bytes=budget)
 
 
 def _rival(rival: Rival, options: Options, made: Made) -> Row:
@@ -202,13 +206,6 @@ def _fit(one: Asked, options: Options, made: Made) -> Row:
 
 def _refused(report: jaxmem.MemoryReport) -> str:
     return "too large for the target" if report.fits is False else ""
-
-
-def _versions(target: str) -> str:
-    if target == "local":
-        return f"jax {jax.__version__}"
-    found = targets.versions(jaxmem.target(target))
-    return ", ".join(f"{name} {number}" for name, number in sorted(found.items()))
 
 
 if __name__ == "__main__":

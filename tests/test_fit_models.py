@@ -17,6 +17,7 @@ from budgeted_models import MODELS
 from fit_models import Options, Row
 
 import jaxmem
+from common.table import Table
 from jaxmem.fitting.question import Question
 from jaxmem.fitting.step_problem import look
 
@@ -109,9 +110,9 @@ def test_the_experiment_goes_on_where_it_was_stopped(
     assert [row.place for row in rows] == [0, 1]
     assert all(row.required <= row.budget for row in rows)
     assert rows[-1].seconds == 0
-    path = tmp_path / "fit_models.csv"
-    assert fit_models.read(path) == rows
-    path.write_text(fit_models.to_csv(rows[:1]))
+    table = Table(tmp_path / "fit_models.csv", Row, ("model", "target", "place"))
+    assert table.of(rows[0].versions) == rows
+    table.drop(rows[1:])
     asked = []
     known = fit_models.jaxmem.fit
 
@@ -124,16 +125,8 @@ def test_the_experiment_goes_on_where_it_was_stopped(
     assert asked == [rows[1].budget]
 
 
-def test_rows_of_another_jax_are_made_anew(tmp_path: Path) -> None:
-    row = Row("lstm", "local", 0, 10, 9, 8, 7, 0.5, 3, 2, jax.__version__)
-    path = tmp_path / "fit_models.csv"
-    path.write_text(fit_models.to_csv([row, dataclasses.replace(row, place=1, jax="0.1")]))
-    assert fit_models.read(path) == [row]
-    assert fit_models.read(tmp_path / "none.csv") == []
-
-
 def test_the_report_says_what_does_not_hold() -> None:
-    low = Row("lstm", "local", 0, 1000, 990, 800, 840, 0.5, 30, 2, "1")
+    low = Row("lstm", "local", 0, 1000, 990, 800, 840, 0.5, 30, 2, versions="1")
     high = dataclasses.replace(low, place=1, budget=2000, required=1990, seconds=0.0)
     text = fit_models.report([low, high])
     assert "2 of 2 budgets kept, recomputation falls" in text

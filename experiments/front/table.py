@@ -1,15 +1,11 @@
-"""One row for each compiled program, in a CSV that a later run goes on with."""
+"""One row for each compiled program of the frontier."""
 
-import csv
 import dataclasses
-import io
-import types
-import typing
 from pathlib import Path
 from typing import Any
 
 import jaxmem
-from lm import files
+from common.table import Record, Table
 
 HAND, POLICY, FIT, FRONTIER = "by hand", "jaxmem policy", "fit", "frontier"
 
@@ -17,7 +13,7 @@ HAND, POLICY, FIT, FRONTIER = "by hand", "jaxmem policy", "fit", "frontier"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(Record):
     """A compiled program; bytes are of one device.
 
     Attributes:
@@ -32,7 +28,6 @@ class Row:
       extra_seconds: of `fit` and `frontier`, by the roofline.
       compiles: how often `fit` asked the compiler.
       note: what else must be known.
-      versions, date: what made it, and when.
     """
 
     target: str
@@ -48,13 +43,6 @@ class Row:
     extra_seconds: float | None
     compiles: int | None
     note: str
-    versions: str
-    date: str
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What tells it from the others."""
-        return self.target, self.program, self.kind, self.name, str(self.budget_bytes or "")
 
     @property
     def work(self) -> int:
@@ -85,7 +73,6 @@ class Made:
     target: str
     program: str
     versions: str
-    date: str
 
     def row(self, kind: str, name: str, report: jaxmem.MemoryReport, **rest: Any) -> Row:
         """A row of a report."""
@@ -103,73 +90,16 @@ class Made:
         )
 
 
-class Table:
-    """The rows that are there; each new one is on disk before the next is begun."""
-
-    def __init__(self, path: Path) -> None:
-        """
-        Raises:
-          ValueError: the file has other columns.
-        """
-        self.path = path
-        self._rows = {row.key: row for row in _read(path)}
-
-    def find(self, made: Made, kind: str, name: str, budget: int | None = None) -> Row | None:
-        """The row of this program by these versions, if it has been made."""
-        key = made.target, made.program, kind, name, str(budget or "")
-        row = self._rows.get(key)
-        return row if row is not None and row.versions == made.versions else None
-
-    def of(self, made: Made, *kinds: str) -> list[Row]:
-        """All rows of a target and program of these kinds, those that need most first."""
-        found = [
-            row
-            for row in self._rows.values()
-            if (row.target, row.program, row.versions) == (made.target, made.program, made.versions)
-            and row.kind in kinds
-        ]
-        return sorted(found, key=lambda row: (-row.required_bytes, row.name))
-
-    def add(self, *rows: Row) -> None:
-        """Put rows in, in the place of earlier ones of the same key, and write all."""
-        self._rows |= {row.key: row for row in rows}
-        out = io.StringIO()
-        names = [field.name for field in dataclasses.fields(Row)]
-        writer = csv.DictWriter(out, names, lineterminator="\n")
-        writer.writeheader()
-        for row in self._rows.values():
-            cells = dataclasses.asdict(row)
-            writer.writerow({key: "" if cell is None else cell for key, cell in cells.items()})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(self.path, out.getvalue())
-
-    def drop(self, made: Made, *kinds: str) -> None:
-        """Forget the rows of a target and program of these kinds."""
-        gone = {row.key for row in self.of(made, *kinds)}
-        self._rows = {key: row for key, row in self._rows.items() if key not in gone}
+# ---------------------------------------------------------------- API
 
 
-# ---------------------------------------------------------------- implementation
+def table(path: Path) -> Table[Row]:
+    """The rows that are there."""
+    return Table(path, Row, ("target", "program", "kind", "name", "budget_bytes"))
 
 
-def _read(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    names = [field.name for field in dataclasses.fields(Row)]
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if list(reader.fieldnames or ()) != names:
-            raise ValueError(f"{path} has other columns than this experiment writes; remove it")
-        return [_row(cells) for cells in reader]
-
-
-def _row(cells: dict[str, str]) -> Row:
-    hints = typing.get_type_hints(Row)
-    return Row(**{name: _value(text, hints[name]) for name, text in cells.items()})
-
-
-def _value(text: str, kind: Any) -> Any:
-    optional = isinstance(kind, types.UnionType)
-    if optional and not text:
-        return None
-    return (typing.get_args(kind)[0] if optional else kind)(text)
+def of(rows: Table[Row], made: Made, *kinds: str) -> list[Row]:
+    """All rows of a target and program of these kinds, those that need most first."""
+    found = rows.of(made.versions, target=made.target, program=made.program)
+    own = [row for row in found if row.kind in kinds]
+    return sorted(own, key=lambda row: (-row.required_bytes, row.name))
