@@ -29,7 +29,7 @@ import jaxmem
 from common.table import Table, versions
 from front import claims, picture, rivals
 from front.rivals import RIVALS, Asked, Rival
-from front.table import FIT, FRONTIER, HAND, POLICY, Made, Row, of, table
+from front.table import FIT, FRONTIER, HAND, POLICY, TOO_LARGE, Made, Row, of, table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -205,7 +205,7 @@ def _fit(one: Asked, options: Options, made: Made) -> Row:
 
 
 def _refused(report: jaxmem.MemoryReport) -> str:
-    return "too large for the target" if report.fits is False else ""
+    return TOO_LARGE if report.fits is False else ""
 
 
 if __name__ == "__main__":

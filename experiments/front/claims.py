@@ -34,6 +34,7 @@ class Beside:
 
 def beside(rows: Sequence[Row]) -> list[Beside]:
     """Each answer of `fit` with the best that a rival can do in the same memory."""
+    rows = [row for row in rows if not row.too_large]
     rivals = [row for row in rows if row.kind in (HAND, POLICY) and row.matmul_flops is not None]
     found = []
     for row in rows:
@@ -56,7 +57,11 @@ def losses(rows: Sequence[Row]) -> list[Beside]:
 
 def errors(rows: Sequence[Row]) -> dict[str, float]:
     """By how much predicted temporaries are off, by row."""
-    found = {f"{row.kind} {row.name}": row.off for row in rows if row.kind in (FIT, FRONTIER)}
+    found = {
+        f"{row.kind} {row.name}": row.off
+        for row in rows
+        if row.kind in (FIT, FRONTIER) and not row.too_large
+    }
     return {name: off for name, off in found.items() if off is not None}
 
 
@@ -95,6 +100,8 @@ def summary(rows: Sequence[Row]) -> str:
         parts.append(
             f"predicted temporaries: median error {median:.1%}, largest {off[worst]:+.1%} ({worst})"
         )
+    if large := [row.name for row in rows if row.kind in (HAND, POLICY) and row.too_large]:
+        parts.append(f"larger than the target's memory, and left out: {', '.join(large)}")
     return "\n".join(parts)
 
 

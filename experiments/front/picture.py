@@ -18,7 +18,7 @@ _STYLE = {
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Memory across, matrix work computed again upwards; written as PNG."""
-    drawn = [row for row in rows if row.overhead is not None]
+    drawn = [row for row in rows if row.overhead is not None and not row.too_large]
     with matplotlib_defaults():
         figure = new_figure(9.0, 5.6, 200)
         axes = figure.add_axes((0.075, 0.105, 0.905, 0.765))
@@ -27,12 +27,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             title, loc="left", fontsize=10.5, fontweight="bold", parse_math=False, pad=24
         )
         _draw(drawn, axes)
+        if large := [row.name for row in rows if row.too_large and row.kind in (HAND, POLICY)]:
+            words = f"too large for it, and not shown: {', '.join(large)}"
+            axes.text(0.99, 0.92, words, transform=axes.transAxes, ha="right", va="top", **_SMALL)
         write(figure, path)
 
 
 # ---------------------------------------------------------------- implementation
 
 
+_SMALL: dict[str, Any] = {"fontsize": 9, "color": INK}
 # Of our own points those are drawn that compute at most so many times more again than any policy.
 _BEYOND = 1.5
 
@@ -46,16 +50,7 @@ def _draw(every: Sequence[Row], axes: Any) -> None:
         if row not in rows:
             gib = row.required_bytes / 2**30
             words = f"fit goes on to {gib:.2f} GiB, at {row.overhead:+.0f} %"
-            axes.text(
-                0.99,
-                0.97,
-                words,
-                transform=axes.transAxes,
-                ha="right",
-                va="top",
-                fontsize=9,
-                color=INK,
-            )
+            axes.text(0.99, 0.97, words, transform=axes.transAxes, ha="right", va="top", **_SMALL)
     memory = [row.required_bytes for row in rows]
     work = [row.overhead or 0.0 for row in rows]
     unit = memory_axes(axes, memory, work, None)

@@ -90,8 +90,11 @@ SHRUNK = {7: 4.8, 10: 14.3, 19: 23.8}
 
 
 def asked(rivals: Sequence[Row]) -> list[Asked]:
-    """What to ask `fit`: as much as each rival needs, between those made by hand, a part of all."""
-    found = [Asked(as_much_as(row.name), row.required_bytes) for row in rivals]
+    """What to ask `fit`: as much as each rival needs, between those made by hand, a part of all.
+
+    No more than the target has.
+    """
+    found = [Asked(as_much_as(row.name), row.required_bytes) for row in rivals if not row.too_large]
     front = sorted({row.required_bytes for row in pareto(rivals)}, reverse=True)
     for more, less in itertools.pairwise(front):
         found.append(Asked(f"between {more} and {less}", round(math.sqrt(more * less))))
@@ -112,7 +115,11 @@ def shrunk(times: int) -> str:
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
     """Rivals written by hand that no other of them beats in bytes and matrix work."""
-    known = [row for row in rows if row.kind == HAND and row.matmul_flops is not None]
+    known = [
+        row
+        for row in rows
+        if row.kind == HAND and row.matmul_flops is not None and not row.too_large
+    ]
     return [
         row
         for row in known

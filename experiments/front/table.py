@@ -8,6 +8,7 @@ import jaxmem
 from common.table import Record, Table
 
 HAND, POLICY, FIT, FRONTIER = "by hand", "jaxmem policy", "fit", "frontier"
+TOO_LARGE = "too large for the target"
 
 # ---------------------------------------------------------------- types
 
@@ -50,6 +51,15 @@ class Row(Record):
         if self.matmul_flops is None:
             raise ValueError(f"{self.name}: its matrix work is not known")
         return self.matmul_flops
+
+    @property
+    def too_large(self) -> bool:
+        """Whether the target has less memory.
+
+        Compilers then compute again by themselves what they can, so that neither its bytes nor its
+        matrix work say anything of the program.
+        """
+        return TOO_LARGE in self.note
 
     @property
     def overhead(self) -> float | None:
