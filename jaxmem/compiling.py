@@ -5,16 +5,19 @@ that holds it.  For a named target the program leaves in portable form, and what
 came of it is kept on disk.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem import hlo, targets
 from jaxmem.digest import digest
@@ -86,12 +89,7 @@ def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
     Raises:
       RuntimeError: it gives no memory analysis.
     """
-    lowered = program.traced.lower()
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="jaxmem-") as dump:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": dump, **options})
-        seconds = time.perf_counter() - start
-        texts = [_dumped(Path(dump), kind) for kind in ("buffer-assignment", "live-range")]
+    compiled, texts, seconds = compile_with_texts(program.traced.lower(), options)
     memory = compiled.memory_analysis()
     device = _device(compiled)
     if memory is None:
@@ -119,6 +117,42 @@ def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
         flags=_flags(options),
         seconds=seconds,
     )
+
+
+def compile_with_texts(
+    lowered: Any, options: dict[str, Any] | None = None
+) -> tuple[Any, tuple[str, str], float]:
+    """Compile here; also what the compiler wrote of its buffers and of how long they live.
+
+    A program that comes from jax's own compilation cache has no such texts, and is
+    compiled once more, past that cache.
+
+    Returns:
+      The compiled program, its buffer assignment and its live ranges ("" for one that
+      this compiler does not write), and the seconds that it took.
+    """
+    for attempt in (contextlib.nullcontext, _past_the_cache):
+        start = time.perf_counter()
+        with attempt(), tempfile.TemporaryDirectory(prefix="jaxmem-") as dump:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": dump, **(options or {})})
+            seconds = time.perf_counter() - start
+            texts = _dumped(Path(dump), "buffer-assignment"), _dumped(Path(dump), "live-range")
+        if all(texts) or not jax.config.jax_compilation_cache_dir:
+            break
+    return compiled, texts, seconds
+
+
+@contextlib.contextmanager
+def _past_the_cache() -> Iterator[None]:
+    """No compilation cache of jax's: it looks whether there is one only after a reset."""
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _analysed(*texts: str | None) -> Analysis | None:

@@ -310,8 +310,7 @@ def _notes(
     if compiled.analysis is None:
         notes.append(
             "the compiler gave no text that could be read, so that buffers, timeline and compiled "
-            "matrix work are missing; jax's own compilation cache gives none "
-            "(jax.config.update('jax_enable_compilation_cache', False))"
+            "matrix work are missing"
         )
     if compiled.devices > 1:
         notes.append(f"figures are for one of {compiled.devices} devices")

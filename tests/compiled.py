@@ -1,17 +1,15 @@
 """Programs compiled for processors that need not be there: the compiler's texts and sums."""
 
-import contextlib
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax import export
 
 from jaxmem import targets
+from jaxmem.compiling import compile_with_texts
 from jaxmem.hlo.analysis import Analysis, analyse
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -84,14 +82,7 @@ def compiled(
 
 
 def _here(jitted: Any, leaves: Sequence[Any]) -> Texts:
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        options = {"xla_dump_to": str(folder)}
-        made = jitted.lower(*leaves).compile(compiler_options=options)
-        assignment, live_range = (
-            max(folder.glob(f"*-{kind}.txt"), key=lambda path: path.stat().st_size).read_text()
-            for kind in ("buffer-assignment", "live-range")
-        )
+    made, (assignment, live_range), _ = compile_with_texts(jitted.lower(*leaves))
     memory = made.memory_analysis()
     kinds = ("argument", "output", "alias", "temp")
     stats = {f"{kind}_bytes": getattr(memory, f"{kind}_size_in_bytes") for kind in kinds}

@@ -104,6 +104,30 @@ def test_temporaries_are_those_of_the_compiled_program():
     assert report.peak_bytes == compiled.peak_memory_in_bytes
 
 
+def test_a_program_out_of_jax_own_compilation_cache_is_reported_in_full():
+    """Such a program has no texts; those of conftest's cache are shared with the other tests."""
+
+    def f(x):
+        return jnp.tanh(x @ x) @ x
+
+    assert jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    hits: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+    found = []
+    for _ in range(2):
+        jax.clear_caches()
+        found.append(memory_report(f, spec(512, 512)))
+    assert "/jax/compilation_cache/cache_hits" in hits
+    assert found[1].buffers
+    assert found[1] == dataclasses.replace(found[0], compile_seconds=found[1].compile_seconds)
+    hits.clear()  # what follows is cached as before
+    jax.clear_caches()
+    jax.jit(f).lower(spec(512, 512)).compile()
+    jax.clear_caches()
+    jax.jit(f).lower(spec(512, 512)).compile()
+    assert "/jax/compilation_cache/cache_hits" in hits
+
+
 def test_a_policy_shows_in_the_temporaries():
     def loss(remat, w, x):
         def body(c, w):
