@@ -8,24 +8,33 @@ them; they are then written over an array of their size that is read there for t
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.counting import kind_of
+from jaxmem.counting import flops, kind_of
 from jaxmem.layer import nbytes
 
 # ---------------------------------------------------------------- API
 
 
-def peak_alive(closed: ClosedJaxpr, copied: Collection[Any] = (), held: Sequence[Any] = ()) -> int:
+def peak_alive(
+    closed: ClosedJaxpr,
+    copied: Collection[Any] = (),
+    held: Sequence[Any] = (),
+    rounds_operands: bool = False,
+) -> int:
     """The most bytes alive at once, of what is computed.
 
     Args:
       copied: inputs that are copied when they are first read.
       held: inputs that are alive from the start till they are last read.
+      rounds_operands: whether what only matrix products read is stored as they read it, rounded
+        to bfloat16; see `jaxmem.roofline.Roofline`.
     """
     jaxpr = closed.jaxpr
-    lives = _Lives(closed, held)
+    lives = _Lives(closed, held, _rounded(jaxpr) if rounds_operands else frozenset())
     waiting = set(copied)
     for at, eqn in enumerate(jaxpr.eqns):
         for atom in eqn.invars:
@@ -73,14 +82,18 @@ def read_by_kernels(jaxpr: Any) -> set[Any]:
 class _Lives:
     """From when to when each array of a program is in memory."""
 
-    def __init__(self, closed: ClosedJaxpr, held: Sequence[Any]) -> None:
+    def __init__(
+        self, closed: ClosedJaxpr, held: Sequence[Any], rounded: Collection[Any] = ()
+    ) -> None:
         jaxpr = closed.jaxpr
+        self._rounded = rounded
         self._stored = {*filter(_jax.is_var, jaxpr.outvars), *in_memory(jaxpr)}
         self._length = len(jaxpr.eqns)
         # Which arrays in memory have to be alive for a value to be read.
         self._behind: dict[Any, frozenset[Any]] = {}
         self._made: dict[Any, int] = {}
         self._last: dict[Any, int] = {}
+        self._readers: dict[Any, set[int]] = {}
         # Operations that may write over what they read, with what each makes.
         self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
         self._held = frozenset(held)
@@ -115,6 +128,8 @@ class _Lives:
             self._behind[var] = behind
         if made:
             self._last.update(dict.fromkeys(behind, at))
+            for var in behind:
+                self._readers.setdefault(var, set()).add(at)
         # What is held from the start is there wherever it is read, be that inside of another.
         self._last.update(dict.fromkeys(behind & self._held, at))
         for var in made:
@@ -125,31 +140,66 @@ class _Lives:
     def peak(self) -> int:
         changes = [0] * (self._length + 2)
         for var, at in self._made.items():
-            changes[at] += _bytes(var)
-            changes[self._last[var] + 1] -= _bytes(var)
+            changes[at] += self._bytes(var)
+            changes[self._last[var] + 1] -= self._bytes(var)
         for at, behind, made in self._over:
-            ends = [_bytes(var) for var in behind if self._last[var] == at]
+            ends = [self._bytes(var) for var in behind if self._last[var] == at]
             for var in made:
-                if _bytes(var) in ends:
-                    ends.remove(_bytes(var))
-                    changes[at] -= _bytes(var)
-                    changes[at + 1] += _bytes(var)
+                if var in self._rounded:
+                    self._round_at_once(var, behind, at, changes)
+                elif self._bytes(var) in ends:
+                    ends.remove(self._bytes(var))
+                    changes[at] -= self._bytes(var)
+                    changes[at + 1] += self._bytes(var)
         alive = peak = 0
         for change in changes:
             alive += change
             peak = max(peak, alive)
         return peak
 
+    def _round_at_once(
+        self, var: Any, behind: frozenset[Any], at: int, changes: list[int]
+    ) -> None:
+        """What is computed from the result of one product is computed, and rounded, there."""
+        for source in behind:
+            if self._readers[source] == {at} and _bytes(source) == _bytes(var):
+                whole, half = self._bytes(source), self._bytes(var)
+                changes[self._made[source]] += half - whole
+                changes[at] -= half
+                changes[at + 1] += whole
+                return
+
     def _pass(self, at: int, atom: Any, var: Any) -> None:
         """A value is itself behind a barrier, but a part of something larger is a copy there."""
         behind = self._behind_of(atom)
         self._behind[var] = behind
-        if sum(map(_bytes, behind)) > _bytes(var):
+        if sum(map(self._bytes, behind)) > self._bytes(var):
             self.read(atom, at)
             self.make(var, at)
 
     def _behind_of(self, atom: Any) -> frozenset[Any]:
         return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
+
+    def _bytes(self, var: Any) -> int:
+        return _bytes(var) // (2 if var in self._rounded else 1)
+
+
+def _rounded(jaxpr: Any) -> set[Any]:
+    """Values in float32 that nothing but matrix products of default precision reads."""
+    exact = set(filter(_jax.is_var, jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        if flops.is_matmul(eqn) and _is_default(eqn.params.get("precision")):
+            continue
+        if kind_of(eqn) == "view" and not exact.intersection(eqn.outvars):
+            continue
+        exact.update(filter(_jax.is_var, eqn.invars))
+    made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
+    return {v for v in made if v not in exact and getattr(v.aval, "dtype", None) == jnp.float32}
+
+
+def _is_default(precision: Any) -> bool:
+    several = precision if isinstance(precision, tuple) else (precision,)
+    return all(one in (None, lax.Precision.DEFAULT) for one in several)
 
 
 def _bytes(var: Any) -> int:

@@ -98,7 +98,7 @@ def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
     )
 
 
-def working_bytes(layer: Layer, looped: bool = True) -> int:
+def working_bytes(layer: Layer, rounds_operands: bool = False) -> int:
     """About what one layer's backward pass has alive besides its tape and parameters.
 
     Values are taken to die at their last use in the order in which they are traced, and
@@ -106,26 +106,29 @@ def working_bytes(layer: Layer, looped: bool = True) -> int:
     the tape is stacked, and of those of its values that kernels read each layer's is copied.
     """
     closed, first, last = _pullback(layer)
-    tape = closed.jaxpr.invars[first:last] if looped else []
-    return peak_alive(closed, copied=set(tape) & read_by_kernels(closed.jaxpr))
+    tape = closed.jaxpr.invars[first:last]
+    copied = set(tape) & read_by_kernels(closed.jaxpr)
+    return peak_alive(closed, copied=copied, rounds_operands=rounds_operands)
 
 
-def reversal_bytes(layer: Layer) -> int:
+def reversal_bytes(layer: Layer, rounds_operands: bool = False) -> int:
     """About the most that is alive while a layer outside of loops is reversed.
 
     Its tape and the gradient of its results among it, each till its last use.
     """
     closed, first, _ = _pullback(layer)
-    return peak_alive(closed, held=closed.jaxpr.invars[first:])
+    held = closed.jaxpr.invars[first:]
+    return peak_alive(closed, held=held, rounds_operands=rounds_operands)
 
 
-def loose_bytes(layer: Layer, graph: Graph) -> int:
+def loose_bytes(layer: Layer, graph: Graph, rounds_operands: bool = False) -> int:
     """About what the backward pass of a single layer, in no loop, has alive with its tape.
 
     Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
     """
     closed, first, last = _pullback(layer.keeping(without_checkpoint(layer, graph).kept))
-    return peak_alive(closed, held=closed.jaxpr.invars[first:last])
+    held = closed.jaxpr.invars[first:last]
+    return peak_alive(closed, held=held, rounds_operands=rounds_operands)
 
 
 def without_checkpoint(layer: Layer, graph: Graph) -> Keep:

@@ -215,7 +215,8 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
     # Keeping everything is the program as it stands: nothing is faster, whatever a
     # roofline says of the time that it takes to keep things.
     floor = min([0.0, *(keep.seconds for keep in options)])
-    everything = Choice(sizes.tape_bytes, floor, working_bytes(layer))
+    rounds = roofline.rounds_operands
+    everything = Choice(sizes.tape_bytes, floor, working_bytes(layer, rounds))
     keeps = (None, *options)
     choices = (
         everything,
@@ -223,7 +224,7 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
             Choice(
                 keep.bytes,
                 keep.seconds,
-                working_bytes(layer.keeping(keep.kept, keep.offloaded)),
+                working_bytes(layer.keeping(keep.kept, keep.offloaded), rounds),
             )
             for keep in options
         ),
@@ -242,7 +243,7 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
             sizes.carry_bytes,
             forward,
             choices,
-            loose_bytes=loose_bytes(layer, graph),
+            loose_bytes=loose_bytes(layer, graph, rounds),
         ),
         values=tuple(described(layer, place, roofline) for place in range(len(layer.values))),
         graph=graph,

@@ -117,9 +117,12 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     """The speeds of a target; of an attached device that no row is known of, those of an H100."""
     known = target or targets.by_device_kind(jax.devices()[0].device_kind)
     known = known or targets.target("h100-80g")
+    rounds = known.platform == "tpu"
     if cost == "measured":
-        return Measured(known.matrix_peak, known.bandwidth)
-    return Roofline(known.matrix_peak, known.bandwidth, flops_only=cost == "flops")
+        return Measured(known.matrix_peak, known.bandwidth, rounds_operands=rounds)
+    return Roofline(
+        known.matrix_peak, known.bandwidth, flops_only=cost == "flops", rounds_operands=rounds
+    )
 
 
 def _several(candidate: Candidate, times: int, shards: int) -> Candidate:

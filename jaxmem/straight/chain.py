@@ -162,7 +162,8 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     def option(keep: Keep, seconds: float) -> Option:
         values = [layer.values[place] for place in keep.kept]
         tape_bytes = sum(nbytes(var.aval) for var in values)
-        reversal = reversal_bytes(layer.keeping(keep.kept, keep.offloaded))
+        as_kept = layer.keeping(keep.kept, keep.offloaded)
+        reversal = reversal_bytes(as_kept, roofline.rounds_operands)
         return Option(
             tape_bytes=tape_bytes,
             seconds=max(seconds, 0.0),
