@@ -1,0 +1,1 @@
+"""A hundred convolutions for handwritten digits: the net, the digits, its training, the table."""
