@@ -172,10 +172,49 @@ def transformer(
     return programs.transformer(batch, sequence, width, layers, heads)
 
 
+def fused_gpu(
+    batch: int = 16,
+    sequence: int = 1024,
+    width: int = 1024,
+    layers: int = 8,
+    heads: int = 16,
+    interpret: bool = False,
+) -> jaxmem.Job:
+    """Scanned pre-norm layers with attention in one kernel, that of Pallas for NVIDIA's GPUs.
+
+    Args:
+      interpret: run the kernel without such a GPU, slowly.
+    """
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    def attend(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Array:
+        return mha(q_BSHK, k_BSHK, v_BSHK, None, causal=True, interpret=interpret)
+
+    return _fused("fused_gpu", attend, batch, sequence, width, layers, heads)
+
+
+def fused_tpu(
+    batch: int = 8, sequence: int = 1024, width: int = 1024, layers: int = 8, heads: int = 8
+) -> jaxmem.Job:
+    """The same with the kernel of Pallas for TPUs."""
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    def attend(*qkv_BSHK: jax.Array) -> jax.Array:
+        q, k, v = (a.swapaxes(1, 2) for a in qkv_BSHK)
+        return flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5).swapaxes(1, 2)
+
+    return _fused("fused_tpu", attend, batch, sequence, width, layers, heads)
+
+
 MODELS: dict[str, Callable[..., jaxmem.Job]] = {
     model.__name__: model
-    for model in (matrix_chain, unet, towers, tied, experts, lstm, transformer)
-}
+    for model in (
+        matrix_chain, unet, towers, tied, experts, lstm, transformer, fused_gpu, fused_tpu,
+    )
+}  # fmt: skip
+
+# Kernels are of a platform; all other models are compiled for any.
+ONLY_FOR = {"fused_gpu": "gpu", "fused_tpu": "tpu"}
 
 # ---------------------------------------------------------------- what they are made of
 
@@ -192,6 +231,41 @@ def _gradient(name: str, loss: Callable[..., jax.Array], params: Any, x: Any) ->
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
 
     return jaxmem.Job(step, (params, x), donate_argnums=0, name=name)
+
+
+def _fused(
+    name: str,
+    attend: Callable[..., jax.Array],
+    batch: int,
+    sequence: int,
+    width: int,
+    layers: int,
+    heads: int,
+) -> jaxmem.Job:
+    """Layers in bfloat16, of parameters in float32."""
+    shapes = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    params = {name: Spec((layers, *shape), "float32") for name, shape in shapes.items()}
+
+    def layer(h: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        p = jax.tree.map(lambda w: w.astype(h.dtype), p)
+        qkv = (_normal(h) @ p["qkv"]).reshape(*h.shape[:2], 3, heads, -1)
+        found = attend(*(qkv[:, :, k] for k in range(3)))
+        h = h + found.reshape(h.shape) @ p["out"]
+        return h + jax.nn.gelu(_normal(h) @ p["up"]) @ p["down"], None
+
+    @jaxmem.remat_auto
+    def forward(params: Any, h: jax.Array) -> jax.Array:
+        return lax.scan(layer, h, params)[0]
+
+    def loss(params: Any, h: jax.Array) -> jax.Array:
+        return jnp.square(forward(params, h).astype(jnp.float32)).mean()
+
+    return _gradient(name, loss, params, Spec((batch, sequence, width), "bfloat16"))
 
 
 def _conv(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -19,8 +19,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 import tyro
-from budgeted_models import MODELS
+from budgeted_models import MODELS, ONLY_FOR
 
 import jaxmem
 from common.table import Record, Table, versions
@@ -94,6 +95,8 @@ def main(options: Options) -> list[Row]:
     table = Table(options.results / "fit_models.csv", Row, ("model", "target", "place"))
     rows = []
     for model, target in itertools.product(options.models, options.targets):
+        if not _can_compile(model, target):
+            continue
         made_by = versions(target)
         done = {row.place for row in table.of(made_by, model=model, target=target)}
         if not done >= set(range(options.budgets)):
@@ -189,6 +192,12 @@ def report(rows: Sequence[Row]) -> str:
 
 def _budget(row: Row) -> int:
     return row.budget
+
+
+def _can_compile(model: str, target: str) -> bool:
+    """Whether the target is of the platform that the model's kernels are for."""
+    platform = jax.default_backend() if target == "local" else jaxmem.target(target).platform
+    return ONLY_FOR.get(model, platform) == platform
 
 
 def _rung(problem: StepProblem, plan: jaxmem.StepPlan) -> int:

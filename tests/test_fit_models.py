@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from budgeted import kinds
-from budgeted_models import MODELS
+from budgeted_models import MODELS, ONLY_FOR
 from fit_models import Options, Row
 
 import jaxmem
@@ -66,9 +66,10 @@ def test_budgets_between_the_least_and_everything_kept(model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_has_a_ladder_that_falls(model: str) -> None:
-    """Traced for the GPU and solved, not compiled."""
+    """Traced for an accelerator and solved, not compiled."""
     job = MODELS[model]()
-    ask = Question(job.step, job.args, {}, TARGET, job.donate_argnums, (), None, 900.0, True)
+    target = "v5e-16g" if ONLY_FOR.get(model) == "tpu" else TARGET
+    ask = Question(job.step, job.args, {}, target, job.donate_argnums, (), None, 900.0, True)
     found = look(ask, False, "roofline")
     seconds = [rung.seconds for rung in found.rungs]
     assert len(found.rungs) > 8
@@ -81,7 +82,13 @@ def test_every_model_has_a_ladder_that_falls(model: str) -> None:
 
 def test_the_gradient_of_each_model_is_the_same_under_a_plan() -> None:
     """On the CPU, with numbers: those models that are quick there."""
-    for model, sizes in [("lstm", {"steps": 5, "batch": 3, "width": 8}), ("tied", {"batch": 4})]:
+    for model, sizes in {
+        "lstm": {"steps": 5, "batch": 3, "width": 8},
+        "tied": {"batch": 4},
+        "fused_gpu": {
+            "batch": 1, "sequence": 128, "width": 64, "layers": 2, "heads": 2, "interpret": True
+        },
+    }.items():  # fmt: skip
         job = MODELS[model](**sizes)
         rng = np.random.default_rng(0)
         args = jax.tree.map(
@@ -94,6 +101,31 @@ def test_the_gradient_of_each_model_is_the_same_under_a_plan() -> None:
             with jaxmem.use_plan(found.plan(rung)):
                 results.append(jax.jit(job.step)(*args))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+
+
+@pytest.mark.parametrize("model", ONLY_FOR)
+def test_attention_in_one_kernel_is_kept_rather_than_computed_again(model: str) -> None:
+    """Its result and the row sums that its gradient needs, at a budget that has room for them."""
+    small = {"batch": 8, "sequence": 1024, "width": 512, "layers": 4, "heads": 4}
+    job = MODELS[model](**small)
+    target = "v5e-16g" if ONLY_FOR[model] == "tpu" else TARGET
+    ask = Question(job.step, job.args, {}, target, job.donate_argnums, (), None, 900.0, True)
+    most = look(ask, False, "roofline").report(ask, 0)
+    fitted = jaxmem.fit(
+        job.step,
+        *job.args,
+        budget=most.required_bytes - most.temp_bytes // 3,
+        target=target,
+        donate_argnums=job.donate_argnums,
+        progress=False,
+    )
+    assert "custom_vjp_call" in str(fitted.explain())
+    assert fitted.report.matmul_flops == most.matmul_flops  # elementwise work alone is repeated
+
+
+def test_models_with_kernels_are_asked_for_on_their_platform_alone(tmp_path: Path) -> None:
+    options = Options(models=tuple(ONLY_FOR), targets=("local",), results=tmp_path)
+    assert fit_models.main(options) == []
 
 
 # ---------------------------------------------------------------- the experiment
