@@ -256,3 +256,18 @@ def test_six_compiles_answer_as_one_in_any_order(
 def test_one_rung() -> None:
     assert search([5], 7, [6].__getitem__).rung == 0
     assert search([5], 5, [6].__getitem__).rung is None
+
+
+def test_the_only_plan_for_miles_is_not_passed_over() -> None:
+    """Thousands of plans that are nearly alike leave room for the few that are not."""
+    dense = [Candidate(20_000 - k, k / 1e4, kept_bytes=20_000 - k) for k in range(5000)]
+    sparse = [Candidate(6_000 - 500 * k, 1.0 + k, kept_bytes=500) for k in range(9)]
+    one = [*dense, *sparse]
+    for count in (1, 2, 3):
+        rungs = together([one] * count)
+        for place in range(len(dense), len(one)):
+            assert (place,) * count in {rung.picks for rung in rungs} or any(
+                rung.bytes <= (count - 1) * one[place].kept_bytes + one[place].bytes
+                and rung.seconds <= count * one[place].seconds
+                for rung in rungs
+            )

@@ -5,13 +5,16 @@ one is reversed, what those before it keep is alive, and what those after it kep
 the worst moment of a step is the worst of these, not their sum.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 from jaxmem.solve.stacks import Candidate
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------- types
 
@@ -47,6 +50,7 @@ def together(stacks: Sequence[Sequence[Candidate]], most: int = 400) -> tuple[Ru
     each = most // 4 if len(stacks) > 1 else max(map(len, stacks), default=0)
     for number, one in enumerate(stacks):
         last = number == len(stacks) - 1
+        offered = _thinned(list(enumerate(one)), one, each)
         grown = [
             Rung(
                 bytes=max(rung.bytes, rung.kept_bytes + c.bytes),
@@ -55,10 +59,10 @@ def together(stacks: Sequence[Sequence[Candidate]], most: int = 400) -> tuple[Ru
                 kept_bytes=rung.kept_bytes + c.kept_bytes,
             )
             for rung in found
-            for place, c in _thinned(list(enumerate(one)), each)
+            for place, c in offered
         ]
         found = _best(grown, last)
-        found = found if last else _thinned(found, most)
+        found = found if last else _thinned(found, found, most)
     return tuple(found)
 
 
@@ -115,10 +119,26 @@ def _best(rungs: list[Rung], last: bool) -> list[Rung]:
     return best
 
 
-def _thinned(items: list[Any], most: int) -> list[Any]:
+def _thinned(items: Sequence[T], sizes: Sequence[Rung | Candidate], most: int) -> list[T]:
+    """At most so many, each about as many times smaller than the one before.
+
+    Not every so manieth: of hundreds of plans that are nearly alike a few are enough, and the
+    only one for miles around must not be passed over.
+    """
     if len(items) <= most:
-        return items
-    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
+        return list(items)
+    way = [0.0]
+    for one, other in itertools.pairwise(sizes):
+        way.append(
+            way[-1]
+            + abs(math.log(max(one.bytes, 1) / max(other.bytes, 1)))
+            + abs(math.log(max(one.kept_bytes, 1) / max(other.kept_bytes, 1)))
+        )
+    if not way[-1]:
+        return [items[0]]
+    wanted = (way[-1] * k / (most - 1) for k in range(most))
+    places = {min(bisect.bisect_left(way, at), len(items) - 1) for at in wanted}
+    return [items[place] for place in sorted({0, *places, len(items) - 1})][:most]
 
 
 def _corners(rungs: Sequence[Rung]) -> list[int]:
