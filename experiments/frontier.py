@@ -3,11 +3,12 @@
     python experiments/frontier.py            # ten minutes or more, nearly all of them compilers'
     python experiments/frontier.py --small    # a small transformer, on the attached backend
 
-The reference transformer of `programs.py` is compiled under each policy of `front/rivals.py`,
-and `fit` is asked for a plan in the memory of each, in between, and at a 7th, a 10th and a 19th
-of the temporaries.  Matrix work is counted in the compiled programs, loops times their trip
-counts, so that nobody is charged for what a compiler removes.  Nothing runs, and no target need
-be there.
+The reference transformer of `programs.py` is compiled under each policy of `front/rivals.py`, and
+as flax, haliax and equinox run its layers (`front/peers.py`) with the same weights: their
+gradients are compared.  `fit` is asked for a plan in the memory of each, in between, and at a 7th,
+a 10th and a 19th of the temporaries.  Matrix work is counted in the compiled programs, loops times
+their trip counts, so that nobody is charged for what a compiler removes.  Nothing but the
+gradients of a small transformer is run, and no target need be there.
 
 It prints what came of it and writes `results/frontier.csv` and a picture for each target,
 `results/frontier_TARGET.png`.  The same command goes on where it was stopped; rows of other
@@ -28,8 +29,8 @@ from tqdm import tqdm
 import jaxmem
 from common.table import Table, versions
 from front import claims, picture, rivals
-from front.rivals import RIVALS, Asked, Rival
-from front.table import FIT, FRONTIER, HAND, POLICY, TOO_LARGE, Made, Row, of, table
+from front.rivals import Asked, Rival
+from front.table import FIT, FRONTIER, KINDS, RIVALS, Made, Row, of, refused, table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,6 +53,8 @@ class Options:
     """How many."""
     heads: int = 16
     """Of attention."""
+    dtype: programs.Dtype = "bfloat16"
+    """Of parameters and activations."""
     points: int = 12
     """Plans of the frontier itself."""
     timeout: float = 900.0
@@ -68,14 +71,37 @@ class Options:
         if not self.small:
             return self
         return dataclasses.replace(
-            self, targets=("local",), batch=2, sequence=64, width=64, layers=6, heads=4, points=4
+            self,
+            targets=("local",),
+            batch=8,
+            sequence=256,
+            width=256,
+            layers=12,
+            heads=4,
+            dtype="float32",
+            points=2,
         )
 
     @property
     def size(self) -> dict[str, Any]:
         """Keywords of `programs.transformer`."""
-        names = ("batch", "sequence", "width", "layers", "heads")
+        names = ["batch", "sequence", "width", "layers", "heads"]
+        if self.dtype != "bfloat16":  # which rows do not say of themselves
+            names.append("dtype")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def compiling(self) -> dict[str, Any]:
+        """Options of each compilation."""
+        # Bytes and matrix work are settled before machine code is made, which takes longest.
+        quick = {"xla_backend_optimization_level": 0} if self.small else None
+        return {"timeout": self.timeout, "compiler_options": quick}
+
+    @property
+    def rivals(self) -> list[Rival]:
+        """All that `fit` is held against."""
+        found = [*rivals.RIVALS, *rivals.of_others(self.layers)]
+        return rivals.of_each_kind(found) if self.small else found
 
 
 # ---------------------------------------------------------------- API
@@ -104,13 +130,13 @@ def _rows(options: Options, known: Table[Row], target: str) -> list[Row]:
         versions(target),
     )
     if options.again:
-        known.drop(of(known, made, HAND, POLICY, FIT, FRONTIER))
-    with tqdm(total=len(RIVALS), desc=target, unit="program", disable=None) as bar:
-        for rival in RIVALS:
+        known.drop(of(known, made, *KINDS))
+    with tqdm(total=len(options.rivals), desc=target, unit="program", disable=None) as bar:
+        for rival in options.rivals:
             with _step(bar, rival.name):
                 if _find(known, made, rival.kind, rival.name) is None:
-                    known.add(_rival(rival, options, made))
-        asked = rivals.asked(of(known, made, HAND, POLICY))
+                    known.add(rival.row(options.size, made, **options.compiling))
+        asked = rivals.asked(of(known, made, *RIVALS), all_of_it=not options.small)
         bar.total += len(asked) + 1
         with _step(bar, "frontier"):
             if len(of(known, made, FRONTIER)) != options.points:
@@ -119,9 +145,9 @@ def _rows(options: Options, known: Table[Row], target: str) -> list[Row]:
         for one in asked:
             with _step(bar, one.name):
                 if _find(known, made, FIT, one.name, one.budget) is None:
-                    known.add(_fit(one, options, made))
+                    known.add(_answered(one, known, made) or _fit(one, options, made))
     wanted = {(one.name, one.budget) for one in asked}
-    rows = of(known, made, HAND, POLICY, FIT, FRONTIER)
+    rows = of(known, made, *KINDS)
     return [row for row in rows if row.kind != FIT or (row.name, row.budget_bytes) in wanted]
 
 
@@ -136,12 +162,15 @@ def _find(
     known: Table[Row], made: Made, kind: str, name: str, budget: int | None = None
 ) -> Row | None:
     key = {"target": made.target, "program": made.program, "kind": kind, "name": name}
-    return known.find(made.versions, **key, budget_bytes=budget)
+    return known.find(made.by(kind), **key, budget_bytes=budget)
 
 
-def _rival(rival: Rival, options: Options, made: Made) -> Row:
-    report = rival.report(options.size, made.target, options.timeout)
-    return made.row(rival.kind, rival.name, report, note=_refused(report))
+def _answered(one: Asked, known: Table[Row], made: Made) -> Row | None:
+    """The answer to the same budget under another name, of which there are as many as rivals."""
+    for row in of(known, made, FIT):
+        if row.budget_bytes == one.budget:
+            return dataclasses.replace(row, name=one.name)
+    return None
 
 
 def _frontier(options: Options, made: Made) -> list[Row]:
@@ -151,19 +180,18 @@ def _frontier(options: Options, made: Made) -> list[Row]:
         *job.args,
         target=made.target,
         points=options.points,
-        timeout=options.timeout,
         progress=False,
+        **options.compiling,
     )
     return [
         made.row(
             FRONTIER,
             str(number),
             point.report,
+            "" if point.pareto else "dominated",
+            refused(point.report),
             predicted_bytes=point.predicted_bytes,
             extra_seconds=point.extra_seconds,
-            note="; ".join(
-                filter(None, ["" if point.pareto else "dominated", _refused(point.report)])
-            ),
         )
         for number, point in enumerate(found.points, 1)
     ]
@@ -177,8 +205,8 @@ def _fit(one: Asked, options: Options, made: Made) -> Row:
             *job.args,
             budget=one.budget,
             target=made.target,
-            timeout=options.timeout,
             progress=False,
+            **options.compiling,
         )
     except jaxmem.BudgetError as error:
         # What it needs at least is above the budget: no answer, so no matrix work.
@@ -186,26 +214,22 @@ def _fit(one: Asked, options: Options, made: Made) -> Row:
             FIT,
             one.name,
             error.report,
+            "no plan fits",
             budget_bytes=one.budget,
             matmul_flops=None,
-            note="no plan fits",
         )
     why = fitted.explain()
-    notes = ["" if why.closed else "not closed", _refused(fitted.report)]
     return made.row(
         FIT,
         one.name,
         fitted.report,
+        "" if why.closed else "not closed",
+        refused(fitted.report),
         budget_bytes=one.budget,
         predicted_bytes=why.predicted_bytes,
         extra_seconds=why.extra_seconds,
         compiles=fitted.compiles,
-        note="; ".join(filter(None, notes)),
     )
-
-
-def _refused(report: jaxmem.MemoryReport) -> str:
-    return TOO_LARGE if report.fits is False else ""
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from front.rivals import SHRUNK, shrunk
-from front.table import FIT, FRONTIER, HAND, POLICY, Row
+from front.table import FIT, FRONTIER, PEERS, RIVALS, Row
 from jaxmem.text import columns, size
 
 # ---------------------------------------------------------------- types
@@ -35,7 +35,7 @@ class Beside:
 def beside(rows: Sequence[Row]) -> list[Beside]:
     """Each answer of `fit` with the best that a rival can do in the same memory."""
     rows = [row for row in rows if not row.too_large]
-    rivals = [row for row in rows if row.kind in (HAND, POLICY) and row.matmul_flops is not None]
+    rivals = [row for row in rows if row.kind in RIVALS and row.matmul_flops is not None]
     found = []
     for row in rows:
         if row.kind != FIT:
@@ -52,6 +52,20 @@ def losses(rows: Sequence[Row]) -> list[Beside]:
         pair
         for pair in beside(rows)
         if pair.lost or (pair.between and pair.rival.overhead and pair.fit.work >= pair.rival.work)
+    ]
+
+
+def below(rows: Sequence[Row]) -> list[Row]:
+    """Rivals of which no plan of ours needs as little memory and computes as little."""
+    known = [row for row in rows if not row.too_large and row.matmul_flops is not None]
+    ours = [row for row in known if row.kind in (FIT, FRONTIER)]
+    return [
+        row
+        for row in known
+        if row.kind in RIVALS
+        and not any(
+            own.required_bytes <= row.required_bytes and own.work <= row.work for own in ours
+        )
     ]
 
 
@@ -87,6 +101,13 @@ def summary(rows: Sequence[Row]) -> str:
     parts = [columns(lines, right=(0, 3, 4, 5, 6))]
     lost = losses(rows)
     parts.append(f"fit is beaten at {len(lost)} of {len(lines) - 1} budgets")
+    others = [row for row in rows if row.kind in PEERS and not row.too_large]
+    if others:
+        lower = [row.name for row in below(rows) if row.kind in PEERS]
+        parts.append(
+            f"points of other libraries that lie below ours: {len(lower)} of {len(others)}"
+            + (f" ({', '.join(lower)})" if lower else "")
+        )
     for times, goal in SHRUNK.items():
         for row in rows:
             if row.kind == FIT and row.name == shrunk(times):
@@ -100,7 +121,7 @@ def summary(rows: Sequence[Row]) -> str:
         parts.append(
             f"predicted temporaries: median error {median:.1%}, largest {off[worst]:+.1%} ({worst})"
         )
-    if large := [row.name for row in rows if row.kind in (HAND, POLICY) and row.too_large]:
+    if large := [row.name for row in rows if row.kind in RIVALS and row.too_large]:
         parts.append(f"larger than the target's memory, and left out: {', '.join(large)}")
     return "\n".join(parts)
 

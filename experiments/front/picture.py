@@ -1,17 +1,21 @@
-"""The rows of a target as one picture: the policies in use, and what `fit` does in their memory."""
+"""The rows of a target as one picture: what is in use, and what `fit` does in as much memory."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from front import claims
-from front.table import FIT, FRONTIER, HAND, POLICY, Row
+from front.table import EQUINOX, FIT, FLAX, FRONTIER, HALIAX, HAND, POLICY, RIVALS, Row
 from jaxmem.show.figure import INK, matplotlib_defaults, new_figure, write
 from jaxmem.show.frontier import label, memory_axes, stairs
 
 _STYLE = {
     HAND: ("#D55E00", "s", "jax.checkpoint by hand"),
     POLICY: ("#009E73", "^", "named policies of jaxmem"),
+    FLAX: ("#C2408A", "D", "flax"),
+    HALIAX: ("#8A6800", "v", "haliax, by hand"),
+    EQUINOX: ("#5A5A5A", "P", "equinox"),
     FIT: ("#0072B2", "o", "jaxmem.fit"),
 }
 
@@ -27,7 +31,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             title, loc="left", fontsize=10.5, fontweight="bold", parse_math=False, pad=24
         )
         _draw(drawn, axes)
-        if large := [row.name for row in rows if row.too_large and row.kind in (HAND, POLICY)]:
+        if large := [row.name for row in rows if row.too_large and row.kind in RIVALS]:
             words = f"too large for it, and not shown: {', '.join(large)}"
             axes.text(0.99, 0.92, words, transform=axes.transAxes, ha="right", va="top", **_SMALL)
         write(figure, path)
@@ -42,9 +46,7 @@ _BEYOND = 1.5
 
 
 def _draw(every: Sequence[Row], axes: Any) -> None:
-    most = _BEYOND * max(
-        (row.overhead or 0 for row in every if row.kind in (HAND, POLICY)), default=100
-    )
+    most = _BEYOND * max((row.overhead or 0 for row in every if row.kind in RIVALS), default=100)
     rows = [row for row in every if (row.overhead or 0) <= most]
     for row in every:
         if row not in rows:
@@ -76,7 +78,7 @@ def _draw(every: Sequence[Row], axes: Any) -> None:
                     near = next((p for p in names if _same(p, (x, y))), (x, y))
                     names.setdefault(near, []).append(row.name)
                     colours.setdefault(near, colour)
-    words = ["\n= ".join(same) for same in names.values()]
+    words = [_together(same) for same in names.values()]
     label(axes, list(names), words, taken, [colours[p] for p in names])
     _legend(axes)
 
@@ -84,10 +86,18 @@ def _draw(every: Sequence[Row], axes: Any) -> None:
 def _message(rows: Sequence[Row]) -> str:
     lost, asked = len(claims.losses(rows)), len(claims.beside(rows))
     if not lost:
-        return f"At none of {asked} budgets does a policy compute less again than fit"
-    return (
-        f"At {lost} of {asked} budgets a policy computes less again than fit, or fit finds nothing"
-    )
+        return f"At none of {asked} budgets does anything in use compute less again than fit"
+    return f"At {lost} of {asked} budgets something computes less again than fit, or it has no plan"
+
+
+def _together(names: Sequence[str]) -> str:
+    """The names of one point."""
+    first, *others = names
+    if not others:
+        return first
+    # Lines break between names, not in them.
+    words = ", ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in others)
+    return "\n".join([first, *textwrap.wrap(f"=\N{NO-BREAK SPACE}{words}", 40)])
 
 
 def _same(a: tuple[float, float], b: tuple[float, float]) -> bool:
@@ -102,6 +112,7 @@ def _legend(axes: Any) -> None:
         for kind, (colour, marker, words) in _STYLE.items()
     ]
     axes.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.995), ncols=3, frameon=False,
-        fontsize=9, labelcolor=INK, borderaxespad=0.2,
+        handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.995), ncols=len(handles),
+        frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.2, columnspacing=1.1,
+        handlelength=1.5, handletextpad=0.5,
     )  # fmt: skip

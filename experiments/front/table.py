@@ -1,6 +1,7 @@
 """One row for each compiled program of the frontier."""
 
 import dataclasses
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import jaxmem
 from common.table import Record, Table
 
 HAND, POLICY, FIT, FRONTIER = "by hand", "jaxmem policy", "fit", "frontier"
+FLAX, HALIAX, EQUINOX = PEERS = ("flax", "haliax", "equinox")
+RIVALS = (HAND, POLICY, *PEERS)
+KINDS = (*RIVALS, FIT, FRONTIER)
 TOO_LARGE = "too large for the target"
 
 # ---------------------------------------------------------------- types
@@ -20,7 +24,7 @@ class Row(Record):
     Attributes:
       target: what it is compiled for.
       program: its sizes.
-      kind: `HAND`, `POLICY`, `FIT` or `FRONTIER`.
+      kind: one of `KINDS`.
       name: of the policy, of the question, of the point.
       budget_bytes: what `fit` was given.
       predicted_bytes: the required bytes as `fit` or `frontier` foretold them.
@@ -84,23 +88,43 @@ class Made:
     program: str
     versions: str
 
-    def row(self, kind: str, name: str, report: jaxmem.MemoryReport, **rest: Any) -> Row:
-        """A row of a report."""
-        empty = {"budget_bytes": None, "predicted_bytes": None, "extra_seconds": None}
-        values = {**empty, "compiles": None, "note": "", **rest}
+    def by(self, kind: str) -> str:
+        """Versions of all that has a say in the rows of a kind."""
+        own = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.get(kind, ())]
+        return ", ".join([self.versions, *own])
+
+    def row(
+        self, kind: str, name: str, report: jaxmem.MemoryReport, *notes: str, **rest: Any
+    ) -> Row:
+        """A row of a report; `rest` is put in the place of what the report says."""
+        values: dict[str, Any] = {
+            "budget_bytes": None,
+            "required_bytes": report.required_bytes,
+            "temp_bytes": report.temp_bytes,
+            "predicted_bytes": None,
+            "matmul_flops": report.matmul_flops,
+            "model_matmul_flops": report.model_matmul_flops,
+            "extra_seconds": None,
+            "compiles": None,
+            **rest,
+        }
         return Row(
-            **dataclasses.asdict(self),
-            kind=kind,
-            name=name,
-            required_bytes=report.required_bytes,
-            temp_bytes=report.temp_bytes,
-            matmul_flops=values.pop("matmul_flops", report.matmul_flops),
-            model_matmul_flops=report.model_matmul_flops,
+            self.target,
+            self.program,
+            kind,
+            name,
             **values,
+            note="; ".join(filter(None, notes)),
+            versions=self.by(kind),
         )
 
 
 # ---------------------------------------------------------------- API
+
+
+def refused(report: jaxmem.MemoryReport) -> str:
+    """A note on a program that is too large."""
+    return TOO_LARGE if report.fits is False else ""
 
 
 def table(path: Path) -> Table[Row]:
@@ -110,6 +134,12 @@ def table(path: Path) -> Table[Row]:
 
 def of(rows: Table[Row], made: Made, *kinds: str) -> list[Row]:
     """All rows of a target and program of these kinds, those that need most first."""
-    found = rows.of(made.versions, target=made.target, program=made.program)
-    own = [row for row in found if row.kind in kinds]
+    same = {"target": made.target, "program": made.program}
+    own = [row for kind in kinds for row in rows.of(made.by(kind), **same, kind=kind)]
     return sorted(own, key=lambda row: (-row.required_bytes, row.name))
+
+
+# ---------------------------------------------------------------- implementation
+
+# Distributions that decide what rows of a kind say, beside those of all rows.
+_PACKAGES = {FLAX: ("flax",), EQUINOX: ("equinox",)}
