@@ -157,9 +157,7 @@ class _Lives:
             peak = max(peak, alive)
         return peak
 
-    def _round_at_once(
-        self, var: Any, behind: frozenset[Any], at: int, changes: list[int]
-    ) -> None:
+    def _round_at_once(self, var: Any, behind: frozenset[Any], at: int, changes: list[int]) -> None:
         """What is computed from the result of one product is computed, and rounded, there."""
         for source in behind:
             if self._readers[source] == {at} and _bytes(source) == _bytes(var):
