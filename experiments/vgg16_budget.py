@@ -12,9 +12,9 @@ Checkmate (Jain et al. 2020) asks for the largest batch of VGG-19 that 16 GB (1e
 no more than one more forward pass: 167 images with everything kept, 197 with √n segments, 266
 with greedy cuts, 289 by integer programming, by its own model of memory.  Here each size is
 compiled: everything kept, `@jaxmem.remat_sqrt`, `jax.checkpoint` around the segments of Chen's
-greedy algorithm (of those that its own estimate likes best the best that is compiled), and the
-least that any plan of `fit` needs.  Sizes have at most five significant bits, and the next one was
-compiled too and seen not to fit.  Parameters and gradient count; there is no optimizer.
+greedy algorithm (the best of eight that its own estimate likes), and the least that any plan of
+`fit` needs.  Sizes have at most five significant bits, and the next one was compiled too and seen
+not to fit.  Parameters and gradient count; there is no optimizer.
 
 It prints tables and writes `results/vgg16_budget.csv` and `.png`; the same command goes on where
 it was stopped.

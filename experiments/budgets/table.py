@@ -144,7 +144,7 @@ def message(rows: Sequence[Row], published: Published, name: str) -> str:
     missed = len(asked_for) - len(met)
     return (
         f"{name} in {published.share(best):.0%} of its memory: "
-        f"{' or '.join(_met(rows, published, best))}; MONeT {published.plans[best]:+.1f}% time"
+        f"{' or '.join(_met(rows, published, best, 0))}; MONeT {published.plans[best]:+.0f}% time"
         + f"; {missed} smaller not reached"
         * bool(missed)
     )
@@ -165,7 +165,7 @@ def _asked_for(rows: Sequence[Row], published: Published) -> list[float]:
     return list(dict.fromkeys(memory for memory in found if memory is not None))
 
 
-def _met(rows: Sequence[Row], published: Published, memory: float) -> list[str]:
+def _met(rows: Sequence[Row], published: Published, memory: float, digits: int = 1) -> list[str]:
     """What each plan within a published share costs, counted as it was made least."""
     kept, words = rows[0], []
     for row in rows:
@@ -173,9 +173,9 @@ def _met(rows: Sequence[Row], published: Published, memory: float) -> list[str]:
             continue
         slower = row.slower(kept)
         if row.cost == WORK:
-            words.append(f"{row.extra(kept):+.1%} matrix work")
+            words.append(f"{row.extra(kept):+.{digits}%} matrix work")
         elif slower is not None:
-            words.append(f"{slower:+.1%} roofline time")
+            words.append(f"{slower:+.{digits}%} roofline time")
     return words
 
 
