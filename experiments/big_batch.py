@@ -29,6 +29,7 @@ import tyro
 from tqdm import tqdm
 
 import jaxmem
+from common.compiling import QUICK, planned
 from common.table import Table, versions
 from jaxmem.text import parse_size
 from side import sizes
@@ -234,24 +235,14 @@ class Finder:
         if policy != FIT:
             with jaxmem.use_policy(policy):
                 return job.report(self.target, suggest=False, **settings)
-        try:
-            return jaxmem.fit(
-                job.step,
-                *job.args,
-                budget=self.capacity,
-                target=self.target,
-                donate_argnums=job.donate_argnums,
-                max_compiles=2 if self.options.small else 6,
-                progress=False,
-                **settings,
-            ).report
-        except jaxmem.BudgetError as error:
-            return error.report
+        compiles = 2 if self.options.small else 6
+        found = planned(job, self.capacity, target=self.target, max_compiles=compiles, **settings)
+        return found.report
 
     def settings(self, way: str) -> dict[str, Any] | None:
         """Options of the compiler."""
         if self.options.small:
-            return {"xla_backend_optimization_level": 0}  # quicker, with the same buffers
+            return QUICK
         gpu = self.target != "local" and jaxmem.target(self.target).platform == "gpu"
         return {"xla_disable_hlo_passes": "rematerialization"} if gpu and way == ALL else None
 

@@ -31,8 +31,8 @@ import tyro
 from deep_models import MODELS
 from tqdm import tqdm
 
-import jaxmem
 from common import picture
+from common.compiling import QUICK, Planned, is_recomputed_by_compiler, planned
 from common.table import Record, Table, markdown, versions
 from jaxmem.text import parse_size, size
 
@@ -85,8 +85,7 @@ class Options:
     @property
     def compiling(self) -> dict[str, Any]:
         """Keywords for whatever compiles."""
-        # Memory is assigned before there is machine code, which here nobody runs.
-        quick = {"xla_backend_optimization_level": 0} if self.small else None
+        quick = QUICK if self.small else None
         return {"target": self.target, "timeout": self.timeout, "compiler_options": quick}
 
 
@@ -328,33 +327,24 @@ class _Asking:
         remat = "hand" if kind == HAND else "none"
         model = MODELS[self.model]
         job = model.job(depth, group, remat, **self.options.sizes)
-        predicted = compiles = None
-        if kind != FIT:
-            report = job.report(**self.options.compiling)
-            fits = report.required_bytes <= budget
+        if kind == FIT:
+            found = planned(job, budget, cost="flops", **self.options.compiling)
         else:
-            try:
-                fitted = jaxmem.fit(
-                    job.step, *job.args, budget=budget, donate_argnums=job.donate_argnums,
-                    cost="flops", progress=False, **self.options.compiling,
-                )  # fmt: skip
-            except jaxmem.BudgetError as error:
-                report, fits = error.report, False
-            else:
-                report, fits, compiles = fitted.report, True, fitted.compiles
-                predicted = fitted.explain().predicted_bytes
+            report = job.report(**self.options.compiling)
+            found = Planned(report, report.required_bytes <= budget)
+        report = found.report
         return {
             "layers": model.layers(depth),
-            "fits": fits,
+            "fits": found.fits,
             "required_bytes": report.required_bytes,
             "argument_bytes": report.argument_bytes,
             "temp_bytes": report.temp_bytes,
-            "predicted_bytes": predicted,
+            "predicted_bytes": found.predicted_bytes,
             "matmul_flops": report.matmul_flops,
             "model_matmul_flops": report.model_matmul_flops,
-            "compiler_remat": any(lint.kind == "compiler-remat" for lint in report.lints),
+            "compiler_remat": is_recomputed_by_compiler(report),
             "seconds": report.estimated_seconds,
-            "compiles": compiles,
+            "compiles": found.compiles,
         }
 
 

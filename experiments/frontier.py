@@ -27,6 +27,7 @@ import tyro
 from tqdm import tqdm
 
 import jaxmem
+from common.compiling import QUICK
 from common.table import Table, versions
 from front import claims, picture, rivals
 from front.rivals import Asked, Rival
@@ -93,8 +94,7 @@ class Options:
     @property
     def compiling(self) -> dict[str, Any]:
         """Options of each compilation."""
-        # Bytes and matrix work are settled before machine code is made, which takes longest.
-        quick = {"xla_backend_optimization_level": 0} if self.small else None
+        quick = QUICK if self.small else None
         return {"timeout": self.timeout, "compiler_options": quick}
 
     @property

@@ -105,7 +105,7 @@ def transformer(
         "down": (4 * width, width),
     }
     params = {name: Spec((layers, *shape), dtype) for name, shape in shapes.items()}
-    layer = functools.partial(_transformer_layer, heads=heads, fused=attention == "fused")
+    layer = functools.partial(transformer_layer, heads=heads, fused=attention == "fused")
 
     def loss(params: Any, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         return _mean_square(_stacked(layer, checkpoint)(x, params)), state
@@ -159,7 +159,7 @@ def rnn(
 # ---------------------------------------------------------------- what they are made of
 
 
-def _transformer_layer(x: jax.Array, p: Any, *, heads: int, fused: bool) -> tuple[jax.Array, None]:
+def transformer_layer(x: jax.Array, p: Any, *, heads: int, fused: bool) -> tuple[jax.Array, None]:
     batch, sequence, width = x.shape
     y = _normal(x) * p["scale_1"] + p["bias_1"]
     q, k, v = (

@@ -30,8 +30,8 @@ import deep_models
 import tyro
 from tqdm import tqdm
 
-import jaxmem
 from common import picture
+from common.compiling import QUICK, Planned, is_recomputed_by_compiler, planned
 from common.table import Record, Table, markdown, versions
 from jaxmem.text import size
 
@@ -98,8 +98,7 @@ class Options:
     @property
     def compiling(self) -> dict[str, Any]:
         """Keywords for whatever compiles."""
-        # Memory is assigned before there is machine code, which here nobody runs.
-        quick = {"xla_backend_optimization_level": 0} if self.small else None
+        quick = QUICK if self.small else None
         return {"target": self.target, "timeout": self.timeout, "compiler_options": quick}
 
 
@@ -297,38 +296,30 @@ def _row(
     remat: str = {KEPT: "none", HAND: "hand", FIT: "none"}.get(key["kind"]) or key["name"]
     sizes = (options.batch, options.image, options.width)
     job = deep_models.imagenet_resnet(options.stages, groups, remat, *sizes)
-    budget = predicted = compiles = None
-    fits = True
+    budget = None
     if key["kind"] != FIT:
-        report = job.report(**options.compiling)
+        found = Planned(job.report(**options.compiling), fits=True)
     else:
         times, whole = _shares(options)[key["name"]]
         fixed = 0 if whole else rows[0].required_bytes - rows[0].temp_bytes
         budget = int(fixed + (rows[0].required_bytes - fixed) / times)
-        try:
-            fitted = jaxmem.fit(
-                job.step, *job.args, budget=budget, donate_argnums=job.donate_argnums,
-                cost="flops", max_compiles=options.compiles, progress=False, **options.compiling,
-            )  # fmt: skip
-        except jaxmem.BudgetError as error:
-            report, fits = error.report, False
-        else:
-            report, compiles = fitted.report, fitted.compiles
-            predicted = fitted.explain().predicted_bytes
+        limit = {"max_compiles": options.compiles}
+        found = planned(job, budget, cost="flops", **limit, **options.compiling)
+    report = found.report
     assert report.matmul_flops is not None
     assert report.model_matmul_flops is not None
     return Row(
         **key,
         layers=deep_models.bottleneck_layers(options.stages),
         budget_bytes=budget,
-        fits=fits,
+        fits=found.fits,
         required_bytes=report.required_bytes,
         temp_bytes=report.temp_bytes,
-        predicted_bytes=predicted,
+        predicted_bytes=found.predicted_bytes,
         matmul_flops=report.matmul_flops,
         model_matmul_flops=report.model_matmul_flops,
-        compiler_remat=any(lint.kind == "compiler-remat" for lint in report.lints),
-        compiles=compiles,
+        compiler_remat=is_recomputed_by_compiler(report),
+        compiles=found.compiles,
         versions=versions(options.target),
     )
 

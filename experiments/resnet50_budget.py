@@ -25,7 +25,7 @@ import dataclasses
 
 import tyro
 
-from budgets import nets, picture, study, table
+from budgets import compare, nets, study
 from budgets.nets import Net
 from budgets.published import RESNET_50
 from budgets.table import Row
@@ -56,14 +56,8 @@ class Options(study.Options):
 
 def main(options: Options) -> list[Row]:
     """The rows, completed, printed, drawn."""
-    found = study.opened(options, "resnet50_budget").shares(
-        options.net, RESNET_50, options.memories[: 1 if options.small else None]
-    )
-    file = options.results / "resnet50_budget.png"
-    picture.draw(found, RESNET_50, "ResNet-50", file)
-    print(f"{table.summary(found, RESNET_50)}\n\n{table.answer(found, RESNET_50, 'ResNet-50')}")
-    print(f"written: {file} and its .csv")
-    return found
+    memories = options.memories[: 1 if options.small else None]
+    return compare.shares(options, options.net, RESNET_50, memories, "resnet50_budget")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import dataclasses
 
 import tyro
 
-from budgets import nets, picture, study, table
+from budgets import compare, nets, study
 from budgets.nets import Net
 from budgets.published import U_NET
 from budgets.table import Row
@@ -49,14 +49,8 @@ class Options(study.Options):
 
 def main(options: Options) -> list[Row]:
     """The rows, completed, printed, drawn."""
-    found = study.opened(options, "unet_budget").shares(
-        options.net, U_NET, options.memories[: 1 if options.small else None]
-    )
-    file = options.results / "unet_budget.png"
-    picture.draw(found, U_NET, "U-Net", file)
-    print(f"{table.summary(found, U_NET)}\n\n{table.answer(found, U_NET, 'U-Net')}")
-    print(f"written: {file} and its .csv")
-    return found
+    memories = options.memories[: 1 if options.small else None]
+    return compare.shares(options, options.net, U_NET, memories, "unet_budget")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def compile_with_texts(
 @contextlib.contextmanager
 def _past_the_cache() -> Iterator[None]:
     """No compilation cache of jax's: it looks whether there is one only after a reset."""
-    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 (jax gives it no type)
+    before = getattr(jax.config, "jax_enable_compilation_cache", True)
     try:
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()

@@ -27,6 +27,7 @@ from budgets.table import (
     Row,
     asked,
 )
+from common.compiling import QUICK, Planned, is_recomputed_by_compiler, planned
 from common.table import Table, versions
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -121,9 +122,8 @@ class Study:
         made_by = versions(self.options.target)
         if (found := self.known.find(made_by, **key)) is not None:
             return found
-        more: dict[str, Any] = {"fits": True, "predicted_bytes": None, "compiles": None}
         if cost:
-            report, more = self._fitted(net, budget, number, cost)
+            made = self._planned(net, budget, number, cost)
         else:
             job = {
                 KEPT: lambda: nets.job(net),
@@ -132,20 +132,23 @@ class Study:
                 SQRT: lambda: nets.job(net, decorate=jaxmem.remat_sqrt),
                 GREEDY: lambda: nets.job(net, cuts(net)[number]),
             }[kind]()
-            report = job.report(suggest=False, **self._compiling)
+            made = Planned(job.report(suggest=False, **self._compiling), fits=True)
+        report = made.report
         assert report.matmul_flops is not None
         assert report.model_matmul_flops is not None
         row = Row(
             **key,
             images=net.images.shape[0],
             budget_bytes=budget,
+            fits=made.fits,
+            predicted_bytes=made.predicted_bytes,
+            compiles=made.compiles,
             required_bytes=report.required_bytes,
             temp_bytes=report.temp_bytes,
             matmul_flops=report.matmul_flops,
             model_matmul_flops=report.model_matmul_flops,
             estimated_seconds=report.estimated_seconds,
-            compiler_remat=any(lint.kind == "compiler-remat" for lint in report.lints),
-            **more,
+            compiler_remat=is_recomputed_by_compiler(report),
             versions=made_by,
         )
         self.known.add(row)
@@ -153,37 +156,20 @@ class Study:
 
     @property
     def _compiling(self) -> dict[str, Any]:
-        # Memory is assigned before there is machine code, which here nobody runs.
-        quick = {"xla_backend_optimization_level": 0} if self.options.small else None
+        quick = QUICK if self.options.small else None
         options = self.options
         return {"target": options.target, "timeout": options.timeout, "compiler_options": quick}
 
-    def _fitted(
+    def _planned(
         self, net: Net, budget: int | None, microbatches: int, cost: Literal["flops", "roofline"]
-    ) -> tuple[Any, dict[str, Any]]:
-        """The report, and what there is to say of a plan.
-
-        Without a budget the fastest within a thousandth of the least that was reached.
-        """
+    ) -> Planned:
+        """What `fit` finds; without a budget the fastest within a thousandth of the least."""
         job = nets.job(net, decorate=jaxmem.remat_auto, microbatches=microbatches)
-
-        def ask(budget: int) -> jaxmem.Fitted:
-            return jaxmem.fit(
-                job.step, *job.args, budget=budget, cost=cost,
-                max_compiles=self.options.compiles, progress=False, **self._compiling,
-            )  # fmt: skip
-
-        try:
-            fitted = ask(1024 if budget is None else budget)
-        except jaxmem.BudgetError as error:
-            if budget is not None:
-                return error.report, {"fits": False, "predicted_bytes": None, "compiles": None}
-            fitted = ask(error.least_bytes * 1001 // 1000)
-        return fitted.report, {
-            "fits": True,
-            "predicted_bytes": fitted.explain().predicted_bytes,
-            "compiles": fitted.compiles,
-        }
+        options = {"cost": cost, "max_compiles": self.options.compiles, **self._compiling}
+        found = planned(job, 1024 if budget is None else budget, **options)
+        if budget is None and not found.fits:
+            return planned(job, found.report.required_bytes * 1001 // 1000, **options)
+        return found
 
 
 # ---------------------------------------------------------------- API

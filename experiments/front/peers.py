@@ -30,6 +30,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
+from common.compiling import QUICK
 from jaxmem.costs import costs
 
 Params = Any
@@ -156,7 +157,7 @@ def equinox(checkpoints: int) -> Stack:
 def job(size: Mapping[str, Any], stack: Stack) -> jaxmem.Job:
     """The value_and_grad of `programs.transformer(**size)`, its layers run by a stack."""
     heads, described = size["heads"], programs.transformer(**size)
-    layer = functools.partial(programs._transformer_layer, heads=heads, fused=False)
+    layer = functools.partial(programs.transformer_layer, heads=heads, fused=False)
 
     def value_and_grad(params: Params, x: jax.Array) -> Any:
         def loss(params: Params) -> jax.Array:
@@ -268,5 +269,5 @@ def _run(job: jaxmem.Job) -> Any:
 
 def _quickly(step: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled in half the time, for what runs once, in no time; on a CPU."""
-    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    quick = QUICK if jax.default_backend() == "cpu" else None
     return jax.jit(step, compiler_options=quick)

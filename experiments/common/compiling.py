@@ -1,0 +1,48 @@
+"""What experiments ask: a program compiled quickly where nothing runs, a plan of `fit` as a row."""
+
+import dataclasses
+from typing import Any
+
+import jaxmem
+
+# Bytes and matrix work are settled before machine code is made, which takes longest on a CPU.
+QUICK = {"xla_backend_optimization_level": 0}
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What came of asking `fit`.
+
+    Attributes:
+      report: of the plan, or of the least that was reached where none is within the budget.
+      fits: whether one is.
+      predicted_bytes, compiles: required bytes as foretold, and how often the compiler was asked;
+        None where none is.
+    """
+
+    report: jaxmem.MemoryReport
+    fits: bool
+    predicted_bytes: int | None = None
+    compiles: int | None = None
+
+
+# ---------------------------------------------------------------- API
+
+
+def planned(job: jaxmem.Job, budget: int, **options: Any) -> Planned:
+    """A job within a budget; `options` are those of `jaxmem.fit`."""
+    try:
+        fitted = jaxmem.fit(
+            job.step, *job.args, budget=budget, donate_argnums=job.donate_argnums, progress=False,
+            **options,
+        )  # fmt: skip
+    except jaxmem.BudgetError as error:
+        return Planned(error.report, fits=False)
+    return Planned(fitted.report, True, fitted.explain().predicted_bytes, fitted.compiles)
+
+
+def is_recomputed_by_compiler(report: jaxmem.MemoryReport) -> bool:
+    """Whether the compiler recomputes by itself as well."""
+    return any(lint.kind == "compiler-remat" for lint in report.lints)
