@@ -8,7 +8,7 @@ times.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmem import _jax, tracing
@@ -23,7 +23,7 @@ from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, Kept
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.stacks import Candidate, Choice, candidates
-from jaxmem.straight import Chain, Code
+from jaxmem.straight import Chains, Code
 from jaxmem.values import (
     LayerValue,
     described,
@@ -129,41 +129,36 @@ class StraightHole(Hole):
     """Code without a stack.
 
     Attributes:
-      chain: the code, cut into links.
-      values: of each link, its layer's values by place.
+      chains: the code, cut into links.
+      values: of each link's layer, by its digest, the values by place.
     """
 
-    chain: Chain
-    values: tuple[tuple[LayerValue, ...], ...]
+    chains: Chains
+    values: Mapping[str, tuple[LayerValue, ...]]
 
     def plan(self, candidate: Candidate) -> HolePlan:
-        plan = self.chain.plan(self._steps(candidate))
-        return HolePlan(self.digest, self.inputs, self.where, plan)
+        chain, steps = self.chains.steps(candidate.bytes)
+        return HolePlan(self.digest, self.inputs, self.where, chain.plan(steps))
 
     def fates(self, candidate: Candidate) -> list[ValueFate]:
+        chain, steps = self.chains.steps(candidate.bytes)
         alike: dict[tuple[int, int], list[int]] = {}
-        for link, option in _kept(self._steps(candidate)):
-            alike.setdefault((id(self.chain.stretches[link]), option), []).append(link)
+        for link, option in _kept(steps):
+            alike.setdefault((id(chain.stretches[link]), option), []).append(link)
         found = []
         for (_, option), links in alike.items():
-            stretch = self.chain.stretches[links[0]]
+            stretch = chain.stretches[links[0]]
             if (keep := stretch.keeps[option]) is not None:
                 parts = ", ".join(str(link + 1) for link in links)
-                where = f"{self.where}, of its {len(self.values)} parts {parts}"
-                found += fates(where, len(links), keep, stretch.graph, self.values[links[0]])
+                where = f"{self.where}, of its {len(chain.stretches)} parts {parts}"
+                values = self.values[stretch.layer.digest]
+                found += fates(where, len(links), keep, stretch.graph, values)
         return found
 
     def gap(self, candidate: Candidate) -> float:
-        keeps = (
-            self.chain.stretches[link].keeps[option]
-            for link, option in _kept(self._steps(candidate))
-        )
+        chain, steps = self.chains.steps(candidate.bytes)
+        keeps = (chain.stretches[link].keeps[option] for link, option in _kept(steps))
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
-
-    def _steps(self, candidate: Candidate) -> Sequence[Kept | Again]:
-        plan = self.chain.table.plan(candidate.bytes)
-        assert plan is not None  # it is one of the table's
-        return plan.steps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -253,22 +248,22 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
 
 
 def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:
-    chain = Chain(code, roofline, offload)
+    chains = Chains(code, roofline, offload)
+    stretches = [stretch for chain in chains.chains for stretch in chain.stretches]
     # While a link is reversed its gradient and working space are alive beside what is kept.
     working = max(
         stretch.link.gradient_bytes + stretch.link.options[0].work_bytes
-        for stretch in chain.stretches
+        for stretch in chains.chains[0].stretches
     )
     found = [
         Candidate(bytes=size, seconds=seconds, kept_bytes=max(size - working, 0))
-        for size, seconds in chain.table.frontier()
+        for size, seconds in chains.frontier()
     ]
-    known: dict[str, tuple[LayerValue, ...]] = {}
-    for stretch in chain.stretches:
-        layer = stretch.layer
-        if layer.digest not in known:
+    values: dict[str, tuple[LayerValue, ...]] = {}
+    for layer in (stretch.layer for stretch in stretches):
+        if layer.digest not in values:
             places = range(len(layer.values))
-            known[layer.digest] = tuple(described(layer, place, roofline) for place in places)
+            values[layer.digest] = tuple(described(layer, place, roofline) for place in places)
     return StraightHole(
         digest=code.digest,
         inputs=tuple(aval.str_short() for aval in code.closed.in_avals),
@@ -276,8 +271,8 @@ def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) ->
         candidates=tuple(reversed(found)),
         param_bytes=0,  # one by one such gradients go into their update
         met=[code],
-        chain=chain,
-        values=tuple(known[stretch.layer.digest] for stretch in chain.stretches),
+        chains=chains,
+        values=values,
     )
 
 
