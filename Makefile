@@ -1,18 +1,26 @@
 # Each target sets itself up from nothing but a Python of at least 3.11:
-#   make test   everything that must hold; what CI runs
-#   make demo   trains a small language model and compares the policies on it
-#   make bench  what the decorators and the reports cost in time
-#   make lint   ruff and pyright alone
+#   make test      what must hold at every change, but for tests marked slow: those that repeat a
+#                  claim at greater size or for another target; under a quarter of an hour, cold
+#   make test-all  the slow ones, too; what CI runs
+#   make demo      trains a small language model and compares the policies on it
+#   make bench     what the decorators and the reports cost in time
+#   make lint      ruff and pyright alone
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
-.PHONY: test lint demo bench clean
+.PHONY: test test-all lint demo bench clean
+
+# What a file's tests share, they share in one process.
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: lint
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -2,18 +2,13 @@
 
 import itertools
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
 import jax
 import pytest
-
-# A processor of x86 is held back to the instruction sets that have no fused
-# multiply-add, and matrix products to code of the compiler's own: see
-# `menagerie.EXACT`.  The compiler reads these once in a process.
-_FLAGS = "--xla_cpu_max_isa=AVX --xla_cpu_multi_thread_eigen=false"
+from xla_flags import FLAGS
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,10 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_num_cpu_devices", 8)
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return
+    # The compiler reads its flags once in a process.
     before = os.environ.get("XLA_FLAGS")
-    os.environ["XLA_FLAGS"] = f"{before or ''} {_FLAGS}"
+    os.environ["XLA_FLAGS"] = f"{before or ''} {FLAGS}"
     jax.devices()
     # Processes that a test starts run as a user's do.
     if before is None:

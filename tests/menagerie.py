@@ -100,11 +100,9 @@ def differentiate(loss: Loss) -> Callable[[Any, Any], tuple[Any, Any]]:
 #    rounding, where both conversions are fused;
 #  * a convolution goes to the library or is spelled out in loops, depending on
 #    the layouts around it.
-# Those below change no number here; they compile in a sixth of the time.
 EXACT: dict[str, Any] = {
     "xla_allow_excess_precision": False,
     "xla_disable_hlo_passes": "convolution-canonicalization",
-    "xla_backend_optimization_level": 0,
 }
 if jax.__version_info__ < (0, 11):
     EXACT["xla_cpu_use_fusion_emitters"] = False
@@ -112,6 +110,11 @@ if jax.__version_info__ < (0, 11):
 CAN_BE_EXACT = platform.machine().lower() in ("x86_64", "amd64")
 
 exact_jit = functools.partial(jax.jit, compiler_options=EXACT)
+# Machine code made with all of LLVM's passes, unlike that of other tests (see `xla_flags`).
+AS_USERS: dict[str, Any] = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 11):
+    AS_USERS["xla_cpu_use_fusion_emitters"] = True
+jit_as_users = functools.partial(jax.jit, compiler_options=AS_USERS)
 
 
 def assert_same(actual: Any, expected: Any) -> None:

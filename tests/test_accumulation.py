@@ -132,7 +132,6 @@ def test_tables_are_written_and_read() -> None:
     assert text[2].split() == ["|", "a", "form", "|", "4.30", "|", "|"]
 
 
-@pytest.mark.slow
 def test_the_script_says_what_is_exact_and_writes_its_table_and_its_picture(tmp_path: Path) -> None:
     rows = accumulation.main(accumulation.Options(small=True, results=tmp_path))
     with (tmp_path / "accumulation.csv").open() as file:
@@ -153,7 +152,6 @@ def test_the_script_says_what_is_exact_and_writes_its_table_and_its_picture(tmp_
 # ---------------------------------------------------------------- curves
 
 
-@pytest.mark.slow
 def test_curves_are_compared_with_the_whole_batch(tmp_path: Path) -> None:
     model = Config(
         layers=1, width=8, heads=1, sequence=8, batch=4, ragged=True, dropout=0.0, steps=2

@@ -392,10 +392,15 @@ STACKS = [
 
 @pytest.mark.parametrize(
     ("where", "scanned", "weighted"),
-    STACKS,
-    ids=[
-        f"{where}-{'scanned' if scanned else 'unrolled'}-{'weighted' if weighted else 'mean'}"
-        for where, scanned, weighted in STACKS
+    [
+        pytest.param(
+            *stack,
+            id="-".join(
+                (stack[0], ("unrolled", "scanned")[stack[1]], ("mean", "weighted")[stack[2]])
+            ),
+            marks=pytest.mark.slow if stack[0] == "tpu" else (),
+        )
+        for stack in STACKS
     ],
 )
 def test_it_needs_less_than_the_exact_form(where: str, scanned: bool, weighted: bool) -> None:

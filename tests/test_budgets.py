@@ -35,14 +35,15 @@ def again(monkeypatch: pytest.MonkeyPatch, main: Callable[[Any], Any], options: 
     return main(options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"), [(resnet50_budget, "resnet50_budget"), (unet_budget, "unet_budget")]
 )
 def test_the_smallest_form_and_that_it_goes_on(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = module.Options(small=True, results=tmp_path, compiles=1, costs=(WORK,))
+    options = module.Options(
+        target="local", small=True, results=tmp_path, compiles=1, costs=(WORK,)
+    )
     rows = module.main(options)
     assert [row.kind for row in rows] == [KEPT, HAND, CONVS, SQRT, FIT]
     kept = rows[0]
@@ -53,9 +54,10 @@ def test_the_smallest_form_and_that_it_goes_on(
     assert again(monkeypatch, module.main, options) == rows
 
 
-@pytest.mark.slow
 def test_the_smallest_form_of_vgg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = vgg16_budget.Options(small=True, results=tmp_path, compiles=1, costs=(WORK,))
+    options = vgg16_budget.Options(
+        target="local", small=True, results=tmp_path, compiles=1, costs=(WORK,)
+    )
     rows, most = vgg16_budget.main(options)
     assert [row.kind for row in rows] == [KEPT, HAND, CONVS, SQRT, FIT, PARTS]
     assert [row.kind for row in most] == [KEPT, SQRT, GREEDY, FIT]

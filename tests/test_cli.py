@@ -11,6 +11,7 @@ import jax
 import pytest
 from click.testing import CliRunner, Result
 from terminal import in_terminal
+from xla_flags import QUICK
 
 import jaxmem
 from jaxmem.cli.app import app
@@ -33,7 +34,10 @@ def run(*words: str) -> Result:
 
 def command(*words: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "jaxmem", *words], capture_output=True, text=True, **options
+        [sys.executable, "-m", "jaxmem", *words],
+        capture_output=True,
+        text=True,
+        **{"env": {**os.environ, "XLA_FLAGS": QUICK}, **options},
     )
 
 

@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from menagerie import MODELS, Loss, Problem, assert_close, assert_same, differentiate, exact_jit
+from menagerie import (
+    MODELS,
+    Loss,
+    Problem,
+    assert_close,
+    assert_same,
+    differentiate,
+    exact_jit,
+    jit_as_users,
+)
 
 import jaxmem
 from jaxmem import Plan, Policy, policies
@@ -141,7 +150,7 @@ def test_constant_read_twice(getkey: Any) -> None:
 def test_numbers_with_the_compiler_left_alone(model: str, policy: str) -> None:
     problem = MODELS[model].make(7)
     expected, actual = (
-        jax.jit(differentiate(loss))(problem.params, problem.inputs)
+        jit_as_users(differentiate(loss))(problem.params, problem.inputs)
         for loss in (problem.loss, jaxmem.remat(problem.loss, POLICIES[policy](7)))
     )
     assert_close(actual, expected)

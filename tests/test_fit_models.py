@@ -10,9 +10,10 @@ from pathlib import Path
 
 import fit_models
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from budgeted import kinds
+from budgeted import kinds, problem
 from budgeted_models import MODELS, ONLY_FOR
 from fit_models import Options, Row
 
@@ -35,7 +36,7 @@ def small(model: str) -> jaxmem.Job:
     return MODELS[model](**SMALL[model][0])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # more models; those below are compiled for a GPU and for a TPU, too
 @pytest.mark.parametrize("model", SMALL)
 def test_budgets_between_the_least_and_everything_kept(model: str) -> None:
     job = small(model)
@@ -103,7 +104,40 @@ def test_the_gradient_of_each_model_is_the_same_under_a_plan() -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
 
 
-@pytest.mark.parametrize("model", ONLY_FOR)
+def test_a_budget_on_a_tpu() -> None:
+    """One program, and a small one, since its compiler takes its time."""
+
+    @jaxmem.remat_auto
+    def stack(weights: jax.Array, h: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(jnp.sin(h @ w)), None
+
+        return jnp.square(jax.lax.scan(layer, h, weights)[0]).mean()
+
+    step, budget = jax.grad(stack), 2_800_000
+    args = (
+        jax.ShapeDtypeStruct((4, 128, 128), "float32"),
+        jax.ShapeDtypeStruct((512, 128), "float32"),
+    )
+    foretold = problem(step, *args, target="v5e-16g").predicted
+    assert foretold[-1] < budget < foretold[0]
+    fitted = jaxmem.fit(
+        step, *args, budget=budget, target="v5e-16g", max_compiles=1, progress=False
+    )
+    assert fitted.report.required_bytes <= budget
+    assert (fitted.report.target, fitted.report.platform) == ("v5e-16g", "tpu")
+    assert fitted.compiles == 1
+    assert fitted.explain().extra_seconds > 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        # The TPU's compiler takes its time.
+        pytest.param(model, marks=pytest.mark.slow if where == "tpu" else ())
+        for model, where in ONLY_FOR.items()
+    ],
+)
 def test_attention_in_one_kernel_is_kept_rather_than_computed_again(model: str) -> None:
     """Its result and the row sums that its gradient needs, at a budget that has room for them."""
     small = {"batch": 8, "sequence": 1024, "width": 512, "layers": 4, "heads": 4}
@@ -131,7 +165,6 @@ def test_models_with_kernels_are_asked_for_on_their_platform_alone(tmp_path: Pat
 # ---------------------------------------------------------------- the experiment
 
 
-@pytest.mark.slow
 def test_the_experiment_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

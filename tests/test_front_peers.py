@@ -134,7 +134,6 @@ def _of(rows: list[Row], *kinds: str) -> list[Row]:
     return [row for row in rows if row.kind in kinds]
 
 
-@pytest.mark.slow
 def test_each_kind_has_its_rows(made: tuple[list[Row], Path]):
     rows, folder = made
     assert {row.kind for row in rows} == {HAND, POLICY, *PEERS, FIT, FRONTIER}
@@ -151,7 +150,6 @@ def test_each_kind_has_its_rows(made: tuple[list[Row], Path]):
     assert len({(row.budget_bytes, row.required_bytes) for row in _of(rows, FIT)}) == 3
 
 
-@pytest.mark.slow
 def test_no_peer_needs_as_little_and_computes_less(made: tuple[list[Row], Path]):
     rows, _ = made
     assert [row for row in claims.below(rows) if row.kind in PEERS] == []
@@ -160,7 +158,6 @@ def test_no_peer_needs_as_little_and_computes_less(made: tuple[list[Row], Path])
     assert len([row for row in claims.below(lowered) if row.kind in PEERS]) == 3
 
 
-@pytest.mark.slow
 def test_a_second_call_compiles_nothing(
     made: tuple[list[Row], Path], monkeypatch: pytest.MonkeyPatch
 ):

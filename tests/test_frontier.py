@@ -247,7 +247,7 @@ def policies() -> list[Row]:
     return [other.row(SIZE, MADE) for other in OTHERS]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # of the experiment, for a GPU; its smallest form makes the claim on the CPU
 @pytest.mark.parametrize("name", ["as dots_with_no_batch_dims", "as save nothing", "between"])
 def test_fit_is_not_beaten_in_the_memory_of_policies_in_use(
     name: str, policies: list[Row], tmp_path: Path

@@ -47,7 +47,7 @@ def test_a_guess_costs_about_as_much_as_one_at_random():
 # ---------------------------------------------------------------- the methods, in this process
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # what test_fit.py claims, of a greater net
 def test_fit_trains_the_same_net_within_its_budget(tmp_path: Path):
     plan = tmp_path / "plan.json"
     most = run_jax.prepare(TINY, OURS, "none", plan)["compiled_bytes"]

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 import jaxmem
 
@@ -151,7 +150,6 @@ def test_padding():
     assert "padding" not in lints(narrow, spec(128, 128), target="v5e-16g")
 
 
-@pytest.mark.slow
 def test_the_compilers_own_rematerialisation():
     # A GPU whose memory the program does not fit in, so that the compiler tries.
     small = spec(64, 256, 256), spec(2**19, 256)

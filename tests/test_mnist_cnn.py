@@ -65,7 +65,7 @@ def test_what_is_said_follows_the_rows(made: tuple[list[Need], list[Trained], Pa
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the experiment at greater size, for a GPU
 def test_a_size_aware_cut_needs_less_than_equal_segments(tmp_path: Path):
     """Compiled for a GPU that is not there; the net is shallower and narrower."""
     options = Options(depth=16, width=64, segments=(4,), shares=(0,), results=tmp_path)

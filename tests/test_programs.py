@@ -25,6 +25,8 @@ from jaxmem.tracing import recording
 
 GPU, TPU = "h100-80g", "v5e-16g"
 MIB = 2**20
+# The TPU's compiler takes its time.
+ANOTHER = pytest.param(TPU, marks=pytest.mark.slow)
 Layer = Callable[[jax.Array, jax.Array], tuple[jax.Array, None]]
 
 
@@ -121,7 +123,7 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("target", [GPU, pytest.param(TPU, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", [GPU, ANOTHER])
 def test_forms_of_a_scan_are_in_the_order_seen_before(target: str) -> None:
     seen = SEEN[target]
     found = {form: required(FORMS[form], target) for form in seen}
@@ -150,7 +152,7 @@ def test_decorators_need_what_the_hand_written_forms_need() -> None:
     assert decorated("sqrt", GPU, levels=2) < required(FORMS["√n, layers recomputed"], GPU)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # of jax's checkpoint alone, written out at size
 def test_unrolled_layers_need_barriers_on_gpu() -> None:
     none, off, on = (
         required(FORMS[form], GPU)
@@ -162,7 +164,7 @@ def test_unrolled_layers_need_barriers_on_gpu() -> None:
     assert scanned["√n, layers kept"] > on > scanned["each layer recomputed"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # another target
 def test_unrolled_layers_need_barriers_on_tpu() -> None:
     # Small layers and few, since each of them is compiled by itself.
     off, on = (
@@ -183,7 +185,7 @@ REFERENCE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a published model at its own size
 @pytest.mark.parametrize("checkpoint", REFERENCE)
 def test_reference_transformer_on_gpu(checkpoint: str) -> None:
     job = programs.transformer(checkpoint=checkpoint)
@@ -225,7 +227,7 @@ def test_offload_moves_every_carry_on_gpu() -> None:
     assert on_host[24].temp_bytes == on_host[16].temp_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # another target
 def test_offload_moves_every_carry_on_tpu() -> None:
     on_device, on_host = (carries(policy, 16, TPU) for policy in ("full", "offload"))
 
@@ -243,7 +245,7 @@ def test_offload_moves_every_carry_on_tpu() -> None:
 # ---------------------------------------------------------------- several devices
 
 
-@pytest.mark.parametrize("target", [GPU, TPU])
+@pytest.mark.parametrize("target", [GPU, ANOTHER])
 def test_sharded_program_is_counted_per_device(target: str) -> None:
     eight = jaxmem.target(target, devices=8)
     mesh = eight.mesh({"data": 8})

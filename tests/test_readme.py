@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from xla_flags import QUICK
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
@@ -27,7 +28,12 @@ def test_code_runs_as_it_stands_and_warns_of_nothing(
     script.write_text(code)
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": QUICK,
+        },
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,6 @@ import jaxmem
 QUICK = {"xla_backend_optimization_level": 0}
 
 
-@pytest.mark.slow
 def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from terminal import in_terminal
+from xla_flags import QUICK
 
 import jaxmem
 from jaxmem.cli.app import app
@@ -192,36 +194,43 @@ def job(batch=4):
 """
 
 
-def in_folder(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "jaxmem", "sweep", "mine:job", "--out", "sweep.csv", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """A sweep of mine.py, where that is; the file is read anew each time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return lambda *words: sweep(Path("sweep.csv"), *words, job="mine.py:job")
 
 
-def test_a_changed_program_is_compiled_again_a_changed_comment_is_not(tmp_path: Path):
+def test_a_changed_program_is_compiled_again_a_changed_comment_is_not(
+    tmp_path: Path, in_folder: Callable[..., Result]
+):
     mine, out = tmp_path / "mine.py", tmp_path / "sweep.csv"
     mine.write_text(_EDITABLE)
-    assert in_folder(tmp_path).returncode == 0
+    assert in_folder().exit_code == 0
     first = out.read_bytes()
     mine.write_text(_EDITABLE.replace("a comment", "another"))
-    assert in_folder(tmp_path).returncode == 0
+    assert in_folder().exit_code == 0
     assert out.read_bytes() == first
     mine.write_text(_EDITABLE.replace("sin", "cos"))
-    assert in_folder(tmp_path).returncode == 0
+    assert in_folder().exit_code == 0
     (row,) = read(out)
     assert row["program"] not in first.decode()
 
 
-def test_a_row_that_failed_says_so_and_is_tried_again(tmp_path: Path):
+def test_a_row_that_failed_says_so_and_is_tried_again(
+    tmp_path: Path, in_folder: Callable[..., Result]
+):
     (tmp_path / "mine.py").write_text(_EDITABLE)
     (tmp_path / "fail").touch()
-    failed = in_folder(tmp_path, "--batch", "4,8")
-    assert failed.returncode == 1
+    failed = in_folder("--batch", "4,8")
+    assert failed.exit_code == 1
     assert "0 of 2 fit, 2 failed" in failed.stdout
     assert "batch" in failed.stdout
     rows = read(tmp_path / "sweep.csv")
     assert [row["error"] for row in rows] == ["RuntimeError: the file is there"] * 2
     (tmp_path / "fail").unlink()
-    assert in_folder(tmp_path, "--batch", "4,8").returncode == 0
+    assert in_folder("--batch", "4,8").exit_code == 0
     rows = read(tmp_path / "sweep.csv")
     assert [(row["batch"], row["error"]) for row in rows] == [("4", ""), ("8", "")]
 
@@ -238,7 +247,8 @@ def test_one_row_that_fails_leaves_the_others(tmp_path: Path):
     ]
 
 
-def test_a_sweep_that_is_killed_goes_on(tmp_path: Path):
+def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", QUICK)
     out = tmp_path / "sweep.csv"
     words = ["sweep", f"{TRAINING}:job", "--out", str(out), "--batch", "16,32,64,128"]
     process = subprocess.Popen(
@@ -287,7 +297,6 @@ runpy.run_module("jaxmem", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_compilers(tmp_path: Path):
     (tmp_path / "long.py").write_text(_LONG)
     words = ["sweep", "long.py:job", "--targets", "h100-80g", "--out", "sweep.csv"]

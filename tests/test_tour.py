@@ -7,12 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 TOUR = Path(__file__).parents[1] / "experiments" / "tour.ipynb"
 
 
-@pytest.mark.slow
 def test_the_tour_says_what_it_said() -> None:
     """All that is printed but bytes of compilers, which other versions of them change."""
     cells = [cell for cell in json.loads(TOUR.read_text())["cells"] if cell["cell_type"] == "code"]

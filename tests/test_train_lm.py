@@ -1,4 +1,6 @@
-"""The training script, run as a person runs it, in its smallest form."""
+"""The training script in its smallest form: run as a person runs it where processes die.
+
+Elsewhere it is called in this process, which shares what it has compiled with those."""
 
 import csv
 import dataclasses
@@ -17,8 +19,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+import train_lm
 from accumulation_curves import curve
 from matplotlib import image
+from xla_flags import FLAGS
 
 import jaxmem
 from jaxmem import policies
@@ -27,42 +31,50 @@ from lm.config import Config, UserError
 from lm.program import State, build, initial, optimizer
 
 SCRIPT = Path(__file__).parent.parent / "experiments" / "train_lm.py"
-SMALL = (
-    "--layers=2", "--width=16", "--heads=2", "--sequence=16", "--batch=4", "--eval-every=10",
-)  # fmt: skip
+SMALL: dict[str, Any] = {
+    "layers": 2, "width": 16, "heads": 2, "sequence": 16, "batch": 4, "eval_every": 10,
+}  # fmt: skip
 
 
-def command(*options: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), *SMALL, *options]
+def command(**options: Any) -> list[str]:
+    words = [sys.executable, str(SCRIPT)]
+    for name, value in (SMALL | options).items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words.append(f"--{option}={value}")
+    return words
 
 
-def environment(cache: Path) -> dict[str, str]:
-    """Compiled programs are shared by the runs of one test, which saves half its time."""
+def environment() -> dict[str, str]:
+    """What makes the programs of another process those of this one, so that one cache serves."""
     return os.environ | {
         "PYTHONPATH": str(SCRIPT.parent.parent),
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}",
+        "JAX_NUM_CPU_DEVICES": str(jax.device_count()),
+        "JAX_COMPILATION_CACHE_DIR": os.environ["JAXMEM_CACHE_DIR"] + "/jax",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 
-def run(cache: Path, *options: str) -> str:
-    done = subprocess.run(
-        command(*options), env=environment(cache), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(capsys: pytest.CaptureFixture[str], **options: Any) -> str:
+    """What the script says, called in this process."""
+    capsys.readouterr()
+    train_lm.main(Config(**SMALL | options))
+    return capsys.readouterr().out
 
 
 def metrics(workdir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def stop(cache: Path, rows: int, number: int, *options: str) -> int:
+def stop(workdir: Path, rows: int, number: int, **options: Any) -> int:
     """Send a signal once the metrics have so many rows, and give the exit status."""
-    workdir = Path(options[-1].removeprefix("--workdir="))
     with subprocess.Popen(
-        command(*options), env=environment(cache), stdout=subprocess.DEVNULL,
+        command(**options, workdir=workdir), env=environment(), stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         path, limit = workdir / "metrics.jsonl", time.monotonic() + 120
@@ -78,11 +90,12 @@ def stop(cache: Path, rows: int, number: int, *options: str) -> int:
         return process.returncode
 
 
-@pytest.mark.slow
-def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
-    workdir, cache = tmp_path / "run", tmp_path / "cache"
-    options = ("--steps=6", "--compare-steps=3")
-    said = run(cache, *options, f"--workdir={workdir}")
+def test_compares_all_policies_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = tmp_path / "run"
+    options = {"steps": 6, "compare_steps": 3}
+    said = run(capsys, **options, workdir=workdir)
     assert "unigram entropy 3.2" in said
 
     with (workdir / "table.csv").open() as file:
@@ -109,7 +122,7 @@ def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
     assert not [path for path in workdir.iterdir() if path.name.startswith(".")]
 
     dry = tmp_path / "dry"
-    said = run(cache, "--steps=6", "--dry-run", f"--workdir={dry}")
+    said = run(capsys, steps=6, dry_run=True, workdir=dry)
     assert "parameters" in said
     assert "Plan of 2 layers: carries kept, 2 extra forward evaluations" in said
     assert "| revolve " in said
@@ -117,7 +130,7 @@ def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
     assert not dry.exists()
 
     before = (workdir / "table.csv").read_bytes()
-    said = run(cache, *options, f"--workdir={workdir}")
+    said = run(capsys, **options, workdir=workdir)
     assert "is from an earlier run" in said
     assert (workdir / "table.csv").read_bytes() == before
 
@@ -125,29 +138,29 @@ def test_compares_all_policies_and_writes_what_it_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("framework", "more"),
     [
-        pytest.param("linen", (), id="linen"),
-        pytest.param("nnx", ("--ragged", "--accum=2", "--accum-form=across"), id="nnx, across"),
+        pytest.param("linen", {}, id="linen"),
+        pytest.param("nnx", {"ragged": True, "accum": 2, "accum_form": "across"}, id="nnx, across"),
     ],
 )
 def test_killed_and_interrupted_it_gives_the_numbers_of_an_unbroken_run(
-    tmp_path: Path, framework: str, more: tuple[str, ...]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], framework: str, more: dict[str, Any]
 ) -> None:
-    cache = tmp_path / "cache"
-    options = (
-        f"--framework={framework}", *more, "--steps=100", "--checkpoint-every=7", "--no-compare",
-    )  # fmt: skip
-    run(cache, *options, f"--workdir={tmp_path / 'unbroken'}")
+    options = more | {
+        "framework": framework, "steps": 100, "checkpoint_every": 20, "compare": False,
+    }  # fmt: skip
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    run(capsys, **options, workdir=unbroken)
 
-    broken = (*options, f"--workdir={tmp_path / 'broken'}")
-    assert stop(cache, 10, signal.SIGKILL, *broken) == -signal.SIGKILL
-    assert 10 <= len(metrics(tmp_path / "broken")) < 90
-    if framework == "linen" and not more:
-        assert stop(cache, 30, signal.SIGINT, *broken) == 128 + signal.SIGINT
-        assert 30 <= len(metrics(tmp_path / "broken")) < 100
-    assert "taking up the run after step" in run(cache, *broken)
+    # One row more than the first checkpoint: it is written.
+    assert stop(broken, 21, signal.SIGKILL, **options) == -signal.SIGKILL
+    assert 21 <= len(metrics(broken)) < 90
+    if framework == "linen":
+        assert stop(broken, 30, signal.SIGINT, **options) == 128 + signal.SIGINT
+        assert 30 <= len(metrics(broken)) < 100
+    assert "taking up the run after step" in run(capsys, **options, workdir=broken)
 
-    assert metrics(tmp_path / "broken") == metrics(tmp_path / "unbroken")
-    first, last = metrics(tmp_path / "unbroken")[0], metrics(tmp_path / "unbroken")[-1]
+    assert metrics(broken) == metrics(unbroken)
+    first, last = metrics(unbroken)[0], metrics(unbroken)[-1]
     assert last["loss"] < first["loss"] - 1
 
 
@@ -177,8 +190,8 @@ def test_a_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path) 
     theirs = Config(steps=9, workdir=tmp_path).identity()
     (tmp_path / "config.json").write_text(json.dumps(theirs))
     done = subprocess.run(
-        command("--steps=8", f"--workdir={tmp_path}"),
-        env=environment(tmp_path), capture_output=True, text=True, check=False,
+        command(steps=8, workdir=tmp_path),
+        env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stdout == ""
@@ -261,7 +274,7 @@ RAGGED = Config(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # test_accumulation.py has the curves of a smaller model
 def test_the_loss_curve_is_the_same_whatever_the_microbatches() -> None:
     """8 rows in microbatches of 3, 3 and 2 inside a step, and of 2 across steps."""
     whole = curve(RAGGED.learning_rate, "", RAGGED).losses

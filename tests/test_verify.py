@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from xla_flags import QUICK
 
 from jaxmem.jobs import measure
 from jaxmem.jobs.job import Job
@@ -18,6 +19,12 @@ from jaxmem.jobs.load import find
 from jaxmem.jobs.verify import Verification, ask, compared, environment, verify
 
 TRAINING = str(Path(__file__).with_name("training.py"))
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes spend no time on machine code that runs for a few steps."""
+    monkeypatch.setenv("XLA_FLAGS", QUICK)
 
 
 def job(name: str, **settings) -> Job:

@@ -52,7 +52,7 @@ class Options:
     again: bool = False
     """Make all rows anew."""
     small: bool = False
-    """Only see that it runs: a small net on the attached backend."""
+    """Only see that it runs: a small net (with --target local on the attached backend)."""
 
 
 @dataclasses.dataclass(frozen=True)
