@@ -140,18 +140,6 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     return trace(lambda *flat: evaluate(closed, flat, without_jit), closed.in_avals)
 
 
-def in_call(eqn: Eqn) -> ClosedJaxpr | None:
-    """What a mere call computes: a `jax.jit`, or a function with a derivative of its own.
-
-    None if this is neither, or constrains shardings.
-    """
-    if eqn.primitive is jit_p:
-        return None if _constrains(eqn) else eqn.params["jaxpr"]
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return as_closed(eqn.params["call_jaxpr"])
-    return None
-
-
 def _constrains(eqn: Eqn) -> bool:
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.counting import flops, is_repeated, kind_of
+from jaxmem.counting import flops, kind_of
 from jaxmem.layer import nbytes
 
 # ---------------------------------------------------------------- API
@@ -96,10 +96,6 @@ class _Lives:
         self._readers: dict[Any, set[int]] = {}
         # Operations that may write over what they read, with what each makes.
         self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
-        # Values that will be stored when the first kernel wants them, with what is behind them.
-        self._waiting: dict[Any, frozenset[Any]] = {}
-        # For a value that is not in memory, the largest that is dear to compute again for it.
-        self._dear: dict[Any, int] = {}
         self._held = frozenset(held)
         for var in held:
             self.make(var, 0)
@@ -108,12 +104,10 @@ class _Lives:
         """An array is in memory from here on."""
         self._made[var] = self._last[var] = at
         self._behind[var] = frozenset([var])
-        self._dear[var] = 0
 
     def read(self, atom: Any, at: int) -> frozenset[Any]:
         """What is behind a value is alive until here at least."""
-        self._want(atom, at)
-        behind = self._behind_of(atom)
+        behind = self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
         self._last.update(dict.fromkeys(behind, at))
         return behind
 
@@ -124,24 +118,14 @@ class _Lives:
                 self._pass(at, atom, var)
             return
         kind = kind_of(eqn)
-        if kind == "kernel":
-            for atom in eqn.invars:
-                self._want(atom, at)
         made = [
             var
             for var in eqn.outvars
             if kind in ("kernel", "reduction") or (var in self._stored and kind != "view")
         ]
-        taken = frozenset().union(*map(self._unresolved, eqn.invars))
-        behind = self._resolved(taken)
-        dear = max((self._dear.get(a, 0) for a in eqn.invars if _jax.is_var(a)), default=0)
+        behind = frozenset().union(*(self._behind_of(atom) for atom in eqn.invars))
         for var in eqn.outvars:
-            self._behind[var] = taken
-            self._dear[var] = dear if is_repeated(eqn) else max(dear, _bytes(var))
-        if kind == "fused" and len(made) == 1 and self._is_light(made[0], behind):
-            self._waiting[made[0]] = taken
-            self._behind[made[0]] = frozenset(made)
-            made = []
+            self._behind[var] = behind
         if made:
             self._last.update(dict.fromkeys(behind, at))
             for var in behind:
@@ -152,33 +136,6 @@ class _Lives:
             self.make(var, at)
         if kind == "fused" and made:
             self._over.append((at, behind, made))
-
-    def _is_light(self, var: Any, behind: frozenset[Any]) -> bool:
-        """Whether computing it again is cheap, and reads about as much as it has, or less."""
-        size = _bytes(var)
-        return sum(map(_bytes, behind)) <= 1.05 * size and self._dear[var] <= size // 16
-
-    def _want(self, atom: Any, at: int) -> None:
-        """A kernel reads a value: what of it is still waiting is computed for it."""
-        for var in self._behind.get(atom, ()) if _jax.is_var(atom) else ():
-            if var in self._waiting:
-                behind = self._resolved(self._waiting.pop(var))
-                self._last.update(dict.fromkeys(behind, at))
-                for source in behind:
-                    self._readers.setdefault(source, set()).add(at)
-                self.make(var, at)
-                self._over.append((at, behind, [var]))
-
-    def _resolved(self, behind: frozenset[Any]) -> frozenset[Any]:
-        """What is in memory of it, what still waits being computed from what is behind that."""
-        if not any(var in self._waiting for var in behind):
-            return behind
-        return frozenset().union(
-            *(
-                self._resolved(self._waiting[var]) if var in self._waiting else (var,)
-                for var in behind
-            )
-        )
 
     def peak(self) -> int:
         changes = [0] * (self._length + 2)
@@ -212,16 +169,13 @@ class _Lives:
 
     def _pass(self, at: int, atom: Any, var: Any) -> None:
         """A value is itself behind a barrier, but a part of something larger is a copy there."""
-        self._behind[var] = self._unresolved(atom)
         behind = self._behind_of(atom)
+        self._behind[var] = behind
         if sum(map(self._bytes, behind)) > self._bytes(var):
             self.read(atom, at)
             self.make(var, at)
 
     def _behind_of(self, atom: Any) -> frozenset[Any]:
-        return self._resolved(self._unresolved(atom))
-
-    def _unresolved(self, atom: Any) -> frozenset[Any]:
         return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
 
     def _bytes(self, var: Any) -> int:

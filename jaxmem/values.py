@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.alive import in_memory, peak_alive, read_by_kernels
-from jaxmem.counting import is_repeated, kind_of
+from jaxmem.counting import kind_of
 from jaxmem.layer import Layer, free_values, nbytes
 from jaxmem.problem import Graph, Operation
 from jaxmem.roofline import Roofline
@@ -134,37 +134,29 @@ def loose_bytes(layer: Layer, graph: Graph, rounds_operands: bool = False) -> in
 def without_checkpoint(layer: Layer, graph: Graph) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
-    Kept is what kernels read on the way there and on the way back.  All else that is elementwise
-    a compiler computes again by itself, outside of loops, inside of what reads it, if it is cheap
-    or follows cheaply but for one operation; so of the rest kept is the least from which it
-    follows by such operations.
+    Outside of loops a compiler computes again by itself, inside of what reads it, whatever is
+    elementwise and cheap; so kept is the least from which all follows by such operations.
     """
     unnamed = unnamed_places(layer)
-    repeated = _repeated(layer.linearised.jaxpr)
-    anyway = frozenset(unnamed[place] for place in _read_by_kernels_both_ways(layer)) - graph.free
     operations = tuple(
         Operation(
             inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
             outputs=one.outputs,
-            seconds=0.0 if place in repeated else one.seconds,
+            seconds=0.0 if _is_repeated(eqn) else one.seconds,
         )
-        for place, (one, eqn) in enumerate(
-            zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
-        )
+        for one, eqn in zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
         if _jax.name_given_by(eqn) is None
     )
     everywhere = frozenset(range(len(graph.bytes)))
     plain = Graph(
         bytes=graph.bytes,
         operations=operations,
-        free=graph.free | anyway,
+        free=graph.free,
         wanted=frozenset(unnamed[place] for place in graph.wanted),
-        keepable=everywhere - graph.free - anyway,
+        keepable=everywhere - graph.free,
         keep_seconds=(0.0,) * len(graph.bytes),
     )
-    rest = menu(plain, points=0)[0]
-    size = rest.bytes + sum(graph.bytes[place] for place in anyway)
-    return dataclasses.replace(rest, kept=tuple(sorted({*rest.kept, *anyway})), bytes=size)
+    return menu(plain, points=0)[0]
 
 
 def unnamed_places(layer: Layer) -> list[int]:
@@ -179,33 +171,20 @@ def unnamed_places(layer: Layer) -> list[int]:
 
 # ---------------------------------------------------------------- implementation
 
-
-def _read_by_kernels_both_ways(layer: Layer) -> set[int]:
-    """Places of what is in memory once it was computed, and is wanted so by the backward pass."""
-    stored = in_memory(layer.linearised.jaxpr)
-    closed, first, last = _pullback(layer)
-    wanted = read_by_kernels(closed.jaxpr)
-    places = [place for place in layer.kept if place is not None]
-    return {
-        place
-        for place, var in zip(places, closed.jaxpr.invars[first:last], strict=True)
-        if var in wanted and layer.values[place] in stored
-    }
+# What compilers do not compute twice to spare memory, elementwise though it is.
+_EXPENSIVE = frozenset(
+    name
+    for line in (
+        "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp",
+        "exp2 expm1 lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh",
+    )
+    for name in line.split()
+)
 
 
-def _repeated(jaxpr: Any) -> set[int]:
-    """Places of the operations that a compiler does again inside of those that read them."""
-    stored = in_memory(jaxpr)
-    dear: dict[Any, int] = {}  # how many operations that are not cheap lead from memory to a value
-    found = set()
-    for place, eqn in enumerate(jaxpr.eqns):
-        count = max((dear.get(atom, 0) for atom in eqn.invars if _jax.is_var(atom)), default=0)
-        fused = kind_of(eqn) in ("fused", "view")
-        count += fused and not is_repeated(eqn)
-        dear.update((var, 0 if var in stored else count) for var in eqn.outvars)
-        if fused and count <= 1:
-            found.add(place)
-    return found
+def _is_repeated(eqn: Any) -> bool:
+    """Whether a compiler computes it in each of those that read it."""
+    return kind_of(eqn) in ("fused", "view") and eqn.primitive.name not in _EXPENSIVE
 
 
 def _bytes(var: Any) -> int:

@@ -50,32 +50,6 @@ def test_what_is_elementwise_is_written_over_what_it_reads_last():
     assert alive(read_again, X) == 3
 
 
-def test_what_is_cheap_waits_for_the_kernel_that_reads_it():
-    def peak(fn):
-        def read_late(x):
-            first = x @ x
-            late = fn(first)
-            # Four arrays are alive while this is computed, and a fifth if late is.
-            other = (first @ x) @ (first @ x.T)
-            return (other @ late) @ first
-
-        return alive(read_late, X)
-
-    assert peak(lambda x: 2 * x + 1) == 4
-    assert peak(jax.nn.relu) == 4  # a call, with a derivative of its own
-    assert peak(jnp.sin) == 5  # dear: computed once, when it is its turn
-
-
-def test_what_reads_more_than_it_makes_does_not_wait():
-    def read_late(x):
-        first, second = x @ x, x.T @ x
-        late = first + second
-        other = (x @ x.T) @ x  # were late to wait for the last product, both would be alive here
-        return other @ late
-
-    assert alive(read_late, X) == 3
-
-
 def test_what_is_held_is_there_until_it_is_read_and_can_be_written_over():
     assert alive(lambda x, y: (x @ x) @ y, X, X, held=[1]) == 3
     assert alive(lambda x, y: ((x * y) @ x) @ x, X, X, held=[1]) == 2

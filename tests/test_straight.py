@@ -23,7 +23,7 @@ from menagerie import assert_close, assert_same, exact_jit
 import jaxmem
 from jaxmem import NoStackWarning
 from jaxmem.roofline import Roofline
-from jaxmem.straight import Chains, Code, Piece, StraightPlan
+from jaxmem.straight import Chain, Code, Piece, StraightPlan
 
 straight_run = importlib.import_module("jaxmem.straight.run")  # its function has its name
 
@@ -445,51 +445,9 @@ def test_gradients_of_what_passes_by_are_cut_out_early(monkeypatch: pytest.Monke
     assert apart < 0.97 * waiting
 
 
-def normed(params: Any, h: jax.Array) -> jax.Array:
-    """Products, each with a norm over the batch and a relu behind."""
-    for w in params:
-        h = h @ w
-        h = (h - h.mean(0)) * lax.rsqrt(jnp.square(h).mean(0) - jnp.square(h.mean(0)) + 1e-5)
-        h = jax.nn.relu(h)
-    return h
-
-
-def test_products_are_kept_where_what_follows_is_computed_again_for_nothing() -> None:
-    """As a policy that keeps products does it: a norm's result can be had from what it read."""
-    params = [jax.ShapeDtypeStruct((256, 256), "float32")] * 12
-    x = jax.ShapeDtypeStruct((8192, 256), "float32")
-
-    def grad(decorate: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.grad(lambda params, x: jnp.square(decorate(normed)(params, x)).sum())
-
-    policy = jax.checkpoint_policies.dots_saveable
-    by_hand = jaxmem.memory_report(
-        grad(lambda fn: jax.checkpoint(fn, policy=policy)), params, x, target="h100-80g"
-    )
-    bare = jaxmem.memory_report(grad(lambda fn: fn), params, x, target="h100-80g")
-    assert by_hand.temp_bytes < 0.7 * bare.temp_bytes
-    fitted = jaxmem.fit(
-        grad(jaxmem.remat_auto), params, x,
-        budget=by_hand.required_bytes, target="h100-80g", cost="flops", progress=False,
-    )  # fmt: skip
-    assert fitted.report.matmul_flops == by_hand.matmul_flops == bare.matmul_flops
-
-
-def test_coarser_cuts_are_some_of_the_finer_ones_where_there_are_kernels() -> None:
-    code = code_of(normed, *([normal(0, 16, 16)] * 40, normal(1, 32, 16)))
-    finest, *coarser = code.cuts(), code.cuts(16), code.cuts(8)
-    assert len(finest) - 1 > 20
-    for cuts in coarser:
-        assert len(cuts) < len(finest)
-        assert (cuts[0], cuts[-1]) == (0, len(code))
-        assert cuts == sorted(set(cuts))
-    elementwise = code_of(lambda params, h: deep_residual(h), (), normal(1, 32, 16))
-    assert elementwise.cuts(8) == elementwise.cuts()
-
-
 def test_what_is_given_to_the_function_is_kept_for_nothing_what_a_link_gives_is_not() -> None:
     code = code_of(lambda params, h: jnp.tanh(jnp.tanh(h)), [], normal(1, 32, 16))
-    found = Chains(code, Roofline(matrix_peak=1e15, bandwidth=1e12)).chains[0].stretches
+    found = Chain(code, Roofline(matrix_peak=1e15, bandwidth=1e12)).stretches
     assert len({stretch.layer.digest for stretch in found[:2]}) == 1
     tapes = [[option.tape_bytes for option in stretch.link.options] for stretch in found[:2]]
     assert tapes[0] != tapes[1]

@@ -69,29 +69,12 @@ def moved(ops: Sequence[Op]) -> int:
 
 # ---------------------------------------------------------------- implementation
 
-# What compilers do not compute twice to spare memory, elementwise though it is.
-_EXPENSIVE = frozenset(
-    name
-    for line in (
-        "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp",
-        "exp2 expm1 lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh",
-    )
-    for name in line.split()
-)
 # A chain with more inputs than this is cut.
 _MOST_SOURCES = 64
 
 
 def kind_of(eqn: Any) -> Kind:
-    """What an operation is to a compiler that fuses: a kernel of its own, or part of another's.
-
-    A call is what stands in it: `jax.nn.relu`, whose derivative is its own, is one that is fused.
-    """
-    if (called := _jax.in_call(eqn)) is not None:
-        kinds: set[Kind] = {kind_of(inner) for inner in called.jaxpr.eqns}
-        if kinds <= {"fused", "view"}:
-            return "fused" if "fused" in kinds else "view"
-        return kinds.pop() if len(kinds) == 1 else "kernel"
+    """What an operation is to a compiler that fuses: a kernel of its own, or part of another's."""
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
         return "kernel"
@@ -102,13 +85,6 @@ def kind_of(eqn: Any) -> Kind:
     if name not in APART and flops.is_elementwise(eqn):
         return "fused"
     return "view" if _jax.name_given_by(eqn) is not None else "kernel"
-
-
-def is_repeated(eqn: Any) -> bool:
-    """Whether a compiler computes an operation again inside of each of those that read it."""
-    if (called := _jax.in_call(eqn)) is not None:
-        return all(map(is_repeated, called.jaxpr.eqns))
-    return kind_of(eqn) in ("fused", "view") and eqn.primitive.name not in _EXPENSIVE
 
 
 def _kind(op: Op) -> str:

@@ -8,7 +8,7 @@ times.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxmem import _jax, tracing
@@ -23,7 +23,7 @@ from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, Kept
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.stacks import Candidate, Choice, candidates
-from jaxmem.straight import Chains, Code
+from jaxmem.straight import Chain, Code
 from jaxmem.values import (
     LayerValue,
     described,
@@ -129,36 +129,41 @@ class StraightHole(Hole):
     """Code without a stack.
 
     Attributes:
-      chains: the code, cut into links.
-      values: of each link's layer, by its digest, the values by place.
+      chain: the code, cut into links.
+      values: of each link, its layer's values by place.
     """
 
-    chains: Chains
-    values: Mapping[str, tuple[LayerValue, ...]]
+    chain: Chain
+    values: tuple[tuple[LayerValue, ...], ...]
 
     def plan(self, candidate: Candidate) -> HolePlan:
-        chain, steps = self.chains.steps(candidate.bytes)
-        return HolePlan(self.digest, self.inputs, self.where, chain.plan(steps))
+        plan = self.chain.plan(self._steps(candidate))
+        return HolePlan(self.digest, self.inputs, self.where, plan)
 
     def fates(self, candidate: Candidate) -> list[ValueFate]:
-        chain, steps = self.chains.steps(candidate.bytes)
         alike: dict[tuple[int, int], list[int]] = {}
-        for link, option in _kept(steps):
-            alike.setdefault((id(chain.stretches[link]), option), []).append(link)
+        for link, option in _kept(self._steps(candidate)):
+            alike.setdefault((id(self.chain.stretches[link]), option), []).append(link)
         found = []
         for (_, option), links in alike.items():
-            stretch = chain.stretches[links[0]]
+            stretch = self.chain.stretches[links[0]]
             if (keep := stretch.keeps[option]) is not None:
                 parts = ", ".join(str(link + 1) for link in links)
-                where = f"{self.where}, of its {len(chain.stretches)} parts {parts}"
-                values = self.values[stretch.layer.digest]
-                found += fates(where, len(links), keep, stretch.graph, values)
+                where = f"{self.where}, of its {len(self.values)} parts {parts}"
+                found += fates(where, len(links), keep, stretch.graph, self.values[links[0]])
         return found
 
     def gap(self, candidate: Candidate) -> float:
-        chain, steps = self.chains.steps(candidate.bytes)
-        keeps = (chain.stretches[link].keeps[option] for link, option in _kept(steps))
+        keeps = (
+            self.chain.stretches[link].keeps[option]
+            for link, option in _kept(self._steps(candidate))
+        )
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
+
+    def _steps(self, candidate: Candidate) -> Sequence[Kept | Again]:
+        plan = self.chain.table.plan(candidate.bytes)
+        assert plan is not None  # it is one of the table's
+        return plan.steps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -248,22 +253,22 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
 
 
 def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:
-    chains = Chains(code, roofline, offload)
-    stretches = [stretch for chain in chains.chains for stretch in chain.stretches]
+    chain = Chain(code, roofline, offload)
     # While a link is reversed its gradient and working space are alive beside what is kept.
     working = max(
         stretch.link.gradient_bytes + stretch.link.options[0].work_bytes
-        for stretch in chains.chains[0].stretches
+        for stretch in chain.stretches
     )
     found = [
         Candidate(bytes=size, seconds=seconds, kept_bytes=max(size - working, 0))
-        for size, seconds in chains.frontier()
+        for size, seconds in chain.table.frontier()
     ]
-    values: dict[str, tuple[LayerValue, ...]] = {}
-    for layer in (stretch.layer for stretch in stretches):
-        if layer.digest not in values:
+    known: dict[str, tuple[LayerValue, ...]] = {}
+    for stretch in chain.stretches:
+        layer = stretch.layer
+        if layer.digest not in known:
             places = range(len(layer.values))
-            values[layer.digest] = tuple(described(layer, place, roofline) for place in places)
+            known[layer.digest] = tuple(described(layer, place, roofline) for place in places)
     return StraightHole(
         digest=code.digest,
         inputs=tuple(aval.str_short() for aval in code.closed.in_avals),
@@ -271,8 +276,8 @@ def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) ->
         candidates=tuple(reversed(found)),
         param_bytes=0,  # one by one such gradients go into their update
         met=[code],
-        chains=chains,
-        values=values,
+        chain=chain,
+        values=tuple(known[stretch.layer.digest] for stretch in chain.stretches),
     )
 
 

@@ -1,8 +1,7 @@
 """Straight-line code as the chain that solvers know: links with options, and plans back again."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
@@ -47,14 +46,23 @@ class Chain:
       table: the plans that no other beats in bytes and seconds.
 
     Args:
-      stretch: a layer with its options.
+      points: how many options of a link are looked for besides the corners of its hull; with
+        none of them a link keeps all or as little as can be, which is quickly found.
     """
 
     def __init__(
-        self, code: Code, cuts: Sequence[int], stretch: Callable[[Layer], Stretch]
+        self, code: Code, roofline: Roofline, offload: bool = False, points: int = 4
     ) -> None:
-        self.code, self.cuts = code, cuts
-        self.stretches = [stretch(code.layer(first, last)) for first, last in self.spans]
+        self.code, self.cuts = code, code.cuts()
+        known: dict[tuple[str, int], Stretch] = {}
+        self.stretches: list[Stretch] = []
+        for first, last in self.spans:
+            layer = code.layer(first, last)
+            # What is given to the function is there anyway, what another link gives is not.
+            key = layer.digest, layer.body.num_consts
+            if key not in known:
+                known[key] = _stretch(layer, roofline, offload, points)
+            self.stretches.append(known[key])
         links = [
             dataclasses.replace(
                 # Of what passes the link by, the gradient is there too while it is reversed.
@@ -101,53 +109,8 @@ class Chain:
         return sum(nbytes(v.aval) for v in self.code.alive[self.cuts[j]] if v not in held)
 
 
-class Chains:
-    """The same code cut finely and coarsely: the plans of all chains that no other plan beats.
-
-    Between two links a value is held that a plan could do without, as it could without a norm's
-    result where the convolution's before it is kept: for that both have to be in one link.  The
-    fewer the links, on the other hand, the less there is to choose from.
-
-    Attributes:
-      chains: finest first.
-    """
-
-    def __init__(self, code: Code, roofline: Roofline, offload: bool = False) -> None:
-        stretch = _stretches(roofline, offload, points=4)
-        cuttings = dict.fromkeys(map(tuple, [code.cuts(), *map(code.cuts, _COARSER)]))
-        self.chains = [Chain(code, cuts, stretch) for cuts in cuttings]
-        most = max(size for size, _ in self.chains[0].table.frontier())
-        points = [
-            (size, seconds, number)
-            for number, chain in enumerate(self.chains)
-            for size, seconds in chain.table.frontier()
-            if number == 0 or size >= _COARSE_SHARE * most
-        ]
-        self._best: dict[int, tuple[float, Chain]] = {}
-        fastest = math.inf
-        for size, seconds, number in sorted(points):
-            if seconds < fastest * (1 - 1e-12):
-                self._best[size], fastest = (seconds, self.chains[number]), seconds
-
-    def frontier(self) -> list[tuple[int, float]]:
-        """(bytes, seconds) of the plans: more bytes and fewer seconds from one to the next."""
-        return [(size, seconds) for size, (seconds, _) in self._best.items()]
-
-    def steps(self, size: int) -> tuple[Chain, Sequence[Kept | Again]]:
-        """The plan of so many bytes, one of the frontier's, and the chain that it is of."""
-        _, chain = self._best[size]
-        plan = chain.table.plan(size)
-        assert plan is not None
-        return chain, plan.steps
-
-
 # ---------------------------------------------------------------- API
 
-# How many links a chain has about, beside the finest, and from what share of the memory of
-# everything kept on it is asked: less is mostly working space, of which a long link's is the
-# least certain.
-_COARSER = (16, 8)
-_COARSE_SHARE = 0.5
 # What a policy that knows no target goes by: an H100.
 _ANY = Roofline(matrix_peak=989e12, bandwidth=3.35e12)
 # Fewer stretches than this are no chain to cut.
@@ -163,7 +126,7 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
     code = Code(closed)
     if len(code.cuts()) - 1 < _FEWEST:
         return None
-    chain = Chain(code, code.cuts(), _stretches(_ANY, offload=False, points=0))
+    chain = Chain(code, _ANY, points=0)
     forward = sum(stretch.link.seconds for stretch in chain.stretches)
     within = [
         size for size, seconds in chain.table.frontier() if seconds <= policy.levels * forward
@@ -173,25 +136,6 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
 
 
 # ---------------------------------------------------------------- implementation
-
-
-def _stretches(roofline: Roofline, offload: bool, points: int) -> Callable[[Layer], Stretch]:
-    """What finds the options of a layer, of those that compute the same only once.
-
-    Args:
-      points: how many options are looked for besides the corners of their hull; with none of
-        them a link keeps all or as little as can be, which is quickly found.
-    """
-    known: dict[tuple[str, int], Stretch] = {}
-
-    def stretch(layer: Layer) -> Stretch:
-        # What is given to the function is there anyway, what another link gives is not.
-        key = layer.digest, layer.body.num_consts
-        if key not in known:
-            known[key] = _stretch(layer, roofline, offload, points)
-        return known[key]
-
-    return stretch
 
 
 def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> Stretch:

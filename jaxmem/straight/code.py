@@ -8,7 +8,6 @@ crosses, and counts once.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +18,6 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.counting import kind_of
 from jaxmem.layer import Body, Layer, Wrt, cheap_values, nbytes
-
-# How many stretches there are at most.
-_FINEST = 48
 
 # ---------------------------------------------------------------- API
 
@@ -54,26 +50,8 @@ class Code:
         """Bytes alive at a place, inputs of the function not counted."""
         return sum(nbytes(var.aval) for var in self.alive[at])
 
-    def cuts(self, most: int = _FINEST) -> list[int]:
-        """Places to cut at, among them 0 and the end.
-
-        Args:
-          most: how many stretches there are at most; of fewer than the finest there may be
-            more where one would be so long that its options are not to be found in time, or that
-            no compiler would fuse what is elementwise in it.
-        """
-        places = self._cuts(most)
-        if most >= _FINEST:
-            return places
-        kernels = [0, *itertools.accumulate(kind_of(eqn) == "kernel" for eqn in self.eqns)]
-        found, wanted = places[:1], set(places)
-        for at, after in itertools.pairwise(sorted({*places, *self._cuts(_FINEST)})[1:]):
-            longest = min(_LONGEST, _FUSED * (kernels[after] - kernels[found[-1]]))
-            if at in wanted or after - found[-1] > longest:
-                found.append(at)
-        return [*found, places[-1]]
-
-    def _cuts(self, most: int) -> list[int]:
+    def cuts(self, most: int = 48) -> list[int]:
+        """Places to cut at, among them 0 and the end; at most so many stretches."""
         count = len(self)
         sizes = [self.alive_bytes(at) for at in range(count + 1)]
         made = [
@@ -164,10 +142,6 @@ class Code:
 
 
 # ---------------------------------------------------------------- implementation
-
-# The most operations of a stretch that several are put into, and the most for each kernel in it.
-_LONGEST = 240
-_FUSED = 40
 
 
 def _named(place: int, outs: Sequence[Any]) -> list[Any]:
