@@ -303,8 +303,9 @@ def _row(
         times, whole = _shares(options)[key["name"]]
         fixed = 0 if whole else rows[0].required_bytes - rows[0].temp_bytes
         budget = int(fixed + (rows[0].required_bytes - fixed) / times)
-        limit = {"max_compiles": options.compiles}
-        found = planned(job, budget, cost="flops", **limit, **options.compiling)
+        found = planned(
+            job, budget, cost="flops", max_compiles=options.compiles, **options.compiling
+        )
     report = found.report
     assert report.matmul_flops is not None
     assert report.model_matmul_flops is not None

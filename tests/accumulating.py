@@ -1,4 +1,4 @@
-"""What the tests of accumulation share: gradients, and their weighted mean in float64."""
+"""What the tests of accumulation share: gradients, their weighted mean in float64, and stacks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "bias": jnp.array([0.3, -0.2, 0.1])}
 
@@ -46,3 +47,27 @@ def near(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 def filled(tree: Any, value: float) -> Any:
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, value), tree)
+
+
+def _stack(where: str, scanned: bool, weighted: bool) -> Any:
+    words = (where, "scanned" if scanned else "unrolled", "weighted" if weighted else "mean")
+    # The TPU's compiler takes its time.
+    marks = pytest.mark.slow if where == "tpu" else ()
+    return pytest.param(where, scanned, weighted, id="-".join(words), marks=marks)
+
+
+# Layers of which the memory is looked at.  Those that are written out take the TPU's compiler a
+# minute, and a mean needs what a weighted loss does, less the factors.
+on_each_stack = pytest.mark.parametrize(
+    ("where", "scanned", "weighted"),
+    [
+        *(
+            _stack("cpu", scanned, weighted)
+            for scanned in (False, True)
+            for weighted in (False, True)
+        ),
+        _stack("gpu", False, True),
+        _stack("gpu", True, True),
+        _stack("tpu", True, True),
+    ],
+)

@@ -92,7 +92,7 @@ def differentiate(loss: Loss) -> Callable[[Any, Any], tuple[Any, Any]]:
 # by what stands around it:
 #  * a product and a sum that end up in one fused loop become one multiply-add
 #    with a single rounding, where the processor has such an instruction
-#    (`--xla_cpu_max_isa=AVX`, set in conftest.py, takes it away);
+#    (`--xla_cpu_max_isa=AVX`, set in xla_flags.py, takes it away);
 #  * a matrix product outside of loops may go to a threaded library, which has
 #    multiply-adds of its own, and inside of loops does not
 #    (`--xla_cpu_multi_thread_eigen=false`, likewise);
@@ -104,8 +104,6 @@ EXACT: dict[str, Any] = {
     "xla_allow_excess_precision": False,
     "xla_disable_hlo_passes": "convolution-canonicalization",
 }
-if jax.__version_info__ < (0, 11):
-    EXACT["xla_cpu_use_fusion_emitters"] = False
 # Other processors have a multiply-add in their first instruction set.
 CAN_BE_EXACT = platform.machine().lower() in ("x86_64", "amd64")
 

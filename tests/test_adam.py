@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from accumulating import on_each_stack
 from compiled import compiled
 from flax import nnx
 from hypothesis import given, settings
@@ -383,26 +384,7 @@ WIDE, DEPTH, ROWS, M = 2048, 8, 2048, 8
 P = DEPTH * WIDE * WIDE * 4
 
 
-# The TPU's compiler takes a minute for layers that are written out.
-STACKS = [
-    *(("cpu", scanned, weighted) for scanned in (False, True) for weighted in (False, True)),
-    *(("gpu", False, True), ("gpu", True, True), ("tpu", True, True)),
-]
-
-
-@pytest.mark.parametrize(
-    ("where", "scanned", "weighted"),
-    [
-        pytest.param(
-            *stack,
-            id="-".join(
-                (stack[0], ("unrolled", "scanned")[stack[1]], ("mean", "weighted")[stack[2]])
-            ),
-            marks=pytest.mark.slow if stack[0] == "tpu" else (),
-        )
-        for stack in STACKS
-    ],
-)
+@on_each_stack
 def test_it_needs_less_than_the_exact_form(where: str, scanned: bool, weighted: bool) -> None:
     def loss(w: Any, x: jax.Array) -> Any:
         h = x

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from accumulating import on_each_stack
 from compiled import compiled
 from flax import nnx
 from hypothesis import given, settings
@@ -1190,27 +1191,7 @@ def test_memory_is_one_microbatch_and_one_accumulator(where: str) -> None:
     assert found[-1] < 0.3 * found[0]
 
 
-# The TPU's compiler takes a minute for layers that are written out.  A mean needs what a weighted
-# loss does, less the factors.
-STACKS = [
-    *(("cpu", scanned, weighted) for scanned in (False, True) for weighted in (False, True)),
-    *(("gpu", False, True), ("gpu", True, True), ("tpu", True, True)),
-]
-
-
-@pytest.mark.parametrize(
-    ("where", "scanned", "weighted"),
-    [
-        pytest.param(
-            *stack,
-            id="-".join(
-                (stack[0], ("unrolled", "scanned")[stack[1]], ("mean", "weighted")[stack[2]])
-            ),
-            marks=pytest.mark.slow if stack[0] == "tpu" else (),
-        )
-        for stack in STACKS
-    ],
-)
+@on_each_stack
 def test_memory_is_that_of_a_scan_by_hand_or_less(
     where: str, scanned: bool, weighted: bool
 ) -> None:

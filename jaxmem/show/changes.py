@@ -109,6 +109,7 @@ def page(difference: "Difference") -> list[Block]:
 
 
 def signed(count: int) -> str:
+    """A change in bytes, for a reader: more has a plus."""
     return f"+{size(count)}" if count > 0 else size(count)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 
 def main(folder: str, idle: float, jax_path: str) -> None:
+    """Answer requests, a line of JSON each, until none has come for `idle` seconds."""
     # Compilers print on 1 and 2 what they like; the answers have a descriptor of their own.
     answers = os.dup(1)
     os.dup2(2, 1)
