@@ -11,6 +11,7 @@ Three things are needed that jax's public API does not give:
   gradient for each example.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -140,6 +141,18 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     return trace(lambda *flat: evaluate(closed, flat, without_jit), closed.in_avals)
 
 
+def in_call(eqn: Eqn) -> ClosedJaxpr | None:
+    """What a mere call computes: a `jax.jit`, or a function with a derivative of its own.
+
+    None if this is neither, or constrains shardings.
+    """
+    if eqn.primitive is jit_p:
+        return None if _constrains(eqn) else eqn.params["jaxpr"]
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return as_closed(eqn.params["call_jaxpr"])
+    return None
+
+
 def _constrains(eqn: Eqn) -> bool:
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
@@ -203,15 +216,9 @@ def evaluate(
         if only is not None and index not in only:
             continue
         operands = [read(atom) for atom in eqn.invars]
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with (
-            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-            eqn.ctx.manager,
-        ):
+        with _where_it_stood(eqn):
             found = special(eqn, operands) if special else None
-            if found is None:
-                found = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-                found = found if eqn.primitive.multiple_results else [found]
+            found = _bound(eqn, operands) if found is None else found
             if each is not None:
                 found = each(index, found)
         env.update(zip(eqn.outvars, found, strict=True))
@@ -222,10 +229,95 @@ def evaluate(
     return [read(atom) for atom in wanted]
 
 
+def evaluate_each(eqns: Sequence[Eqn], given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What equations make, one after the other, from values that are given."""
+    made: dict[Any, Any] = {}
+    for eqn in eqns:
+        with _where_it_stood(eqn):
+            operands = [
+                a.val if is_literal(a) else made[a] if a in made else given[a] for a in eqn.invars
+            ]
+            made.update(zip(eqn.outvars, _bound(eqn, operands), strict=True))
+    return made
+
+
+@contextlib.contextmanager
+def _where_it_stood(eqn: Eqn) -> Iterator[None]:
+    """In the user's line, scopes and mode that an equation was traced in."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def _bound(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+    found = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def with_equations(closed: ClosedJaxpr, eqns: Sequence[Eqn]) -> ClosedJaxpr:
+    """A jaxpr with other equations, for looking at: it is not checked."""
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=list(eqns)), closed.consts)
+
+
+def renamed(eqn: Eqn, ins: Sequence[Any], outs: Sequence[Any]) -> Eqn:
+    """An equation with other operands and results."""
+    return eqn.replace(invars=list(ins), outvars=list(outs))
+
+
+def another(var: Any) -> Any:
+    """A new variable of the type of this one."""
+    return core.Var(var.aval)
+
+
 def reordered(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
     """A jaxpr with its equations in another order, in which each can run."""
     jaxpr = closed.jaxpr
     return ClosedJaxpr(jaxpr.replace(eqns=[jaxpr.eqns[at] for at in order]), closed.consts)
+
+
+def followed_by(
+    first: ClosedJaxpr,
+    only: Collection[int],
+    second: ClosedJaxpr,
+    atoms: Sequence[Any],
+    given: Sequence[Any],
+) -> ClosedJaxpr:
+    """Some equations of one jaxpr, then another, for looking at: it is not checked or traced.
+
+    Args:
+      first, only: a jaxpr, and indices of the equations that are taken of it.
+      second: what follows.
+      atoms: of `first`, what the first inputs of `second` are.
+      given: of `first`, what is an input; no equation that is taken makes it, then.
+    """
+    place = dict(zip(second.jaxpr.invars, atoms, strict=False))
+    known = frozenset(given)
+
+    def outer(several: Sequence[Any]) -> list[Any]:
+        return [a if is_literal(a) else place.get(a, a) for a in several]
+
+    def without_given(eqn: Eqn) -> Eqn:
+        outs = [core.DropVar(v.aval) if v in known else v for v in eqn.outvars]
+        return eqn.replace(outvars=outs) if known.intersection(eqn.outvars) else eqn
+
+    jaxpr = second.jaxpr
+    eqns = [
+        *(without_given(first.jaxpr.eqns[at]) for at in sorted(only)),
+        *(eqn.replace(invars=outer(eqn.invars)) for eqn in jaxpr.eqns),
+    ]
+    return ClosedJaxpr(
+        core.Jaxpr(
+            constvars=[*first.jaxpr.constvars, *jaxpr.constvars],
+            invars=[*given, *jaxpr.invars[len(atoms) :]],
+            outvars=outer(jaxpr.outvars),
+            eqns=eqns,
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        ),
+        [*first.consts, *second.consts],
+    )
 
 
 def _last_use(

@@ -130,6 +130,19 @@ class Layer:
         """What tells this layer from others: types, operations, and what is differentiated."""
         return _jax.digest(self.linearised, str(self.wrt))
 
+    @functools.cached_property
+    def transposed(self) -> ClosedJaxpr:
+        """(residuals, cotangents of the results) -> cotangents, of what is differentiated."""
+        count = len(self.residuals)
+        results = zip(self.body.jaxpr.out_avals, self.wrt.outs, strict=True)
+
+        def run(*flat: Any) -> list[Any]:
+            return jax.tree.leaves(jax.tree.unflatten(self._tree, flat[:count])([*flat[count:]]))
+
+        cotangents = [aval.to_tangent_aval() for aval, wrt in results if wrt]
+        residuals = [atom.aval for atom in self.residuals]
+        return _jax.inlined(_jax.trace(run, [*residuals, *cotangents]))
+
     def problem(self, length: int) -> Problem:
         """The sizes of a stack of such layers."""
         _, carry, x = self.body.split_in(self.body.jaxpr.in_avals)

@@ -89,7 +89,8 @@ class Stack:
         form = dataclasses.replace(self.form, body=dataclasses.replace(body, jaxpr=jaxpr))
         in_axes = [0] * (body.num_consts + body.num_carry) + [1] * body.num_x
         out_axes = [0] * body.num_carry + [1] * body.num_y
-        return Stack(form, self.policy, self.info), ins, in_axes, [*carry, *ys], out_axes
+        mapped = dataclasses.replace(self, form=form)
+        return mapped, ins, in_axes, [*carry, *ys], out_axes
 
     def layer(self, operands: Sequence[bool]) -> Layer:
         """The layer, taken apart for the derivative with respect to these operands."""

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from jaxmem.solve import extra_steps
 from jaxmem.solve.chain import Again, ChainPlan, Kept, Link, Option, solve_chain
-from jaxmem.solve.links import extra_seconds, peak_bytes
+from jaxmem.solve.links import NO_WIDE, extra_seconds, peak_bytes
 
 # ---------------------------------------------------------------- a machine
 
 
-def run(plan: ChainPlan, links, crossing=None) -> tuple[int, float]:
+def run(plan: ChainPlan, links, crossing=None, wide=NO_WIDE) -> tuple[int, float]:
     """Carries a plan out on arrays that have sizes only.  Returns its peak and its extra seconds.
 
     `crossing[j]` has the sizes of the arrays that the input of link j consists of, by name; an
@@ -36,11 +36,11 @@ def run(plan: ChainPlan, links, crossing=None) -> tuple[int, float]:
         peak = max(peak, sum(size for name, size in arrays.items() if name not in there) + work)
 
     def tape(step: Kept) -> dict:
-        option = links[step.link].options[step.option]
+        option = step.among(links, wide).options[step.option]
         arrays = {(step.link, "tape"): option.tape_bytes}
         for size, boundary in (
             (option.input_bytes, step.link),
-            (option.output_bytes, step.link + 1),
+            (option.output_bytes, step.after),
         ):
             if size:  # all of it; the first link's input has no size of its own
                 assert boundary == 0 or size == sum(crossing[boundary].values())
@@ -59,17 +59,17 @@ def run(plan: ChainPlan, links, crossing=None) -> tuple[int, float]:
                     evaluated += links[j].seconds
             else:
                 held.append(tape(step))
-                alive(crossing[step.link], crossing[step.link + 1], work=gradient)
-                evaluated += links[step.link].seconds
+                alive(crossing[step.link], crossing[step.after], work=gradient)
+                evaluated += sum(link.seconds for link in links[step.link : step.after])
         for step in reversed(steps):
             if isinstance(step, Again):
                 sweep(step.inner, links[step.last - 1].gradient_bytes)
             else:
-                link = links[step.link]
+                link = step.among(links, wide)
                 option = link.options[step.option]
                 alive(work=link.gradient_bytes + option.work_bytes)
                 evaluated += option.seconds
-                reversed_links.append(step.link)
+                reversed_links.extend(reversed(range(step.link, step.after)))
             held.pop()
 
     sweep(plan.steps, links[-1].gradient_bytes)
@@ -174,23 +174,31 @@ def test_what_persistence_costs():
 
 
 @functools.cache
-def nestings(first: int, last: int, options: tuple[int, ...]) -> list[tuple]:
-    """Every plan for links first..last-1, of which each has so many options."""
+def nestings(first: int, last: int, ways: tuple[Kept, ...]) -> list[tuple]:
+    """Every plan for links first..last-1, each of which, or several, can be kept in these ways."""
+    if first == last:
+        return [()]
     found = []
-    for option in range(options[first]):
-        rests = nestings(first + 1, last, options) if first + 1 < last else [()]
-        found += [(Kept(first, option), *rest) for rest in rests]
+    for kept in ways:
+        if kept.link == first and kept.after <= last:
+            found += [(kept, *rest) for rest in nestings(kept.after, last, ways)]
     for split in range(first + 1, last):
-        for inner in nestings(first, split, options):
-            rests = nestings(split, last, options)
+        for inner in nestings(first, split, ways):
+            rests = nestings(split, last, ways)
             found += [(Again(first, split, inner), *rest) for rest in rests]
     return found
 
 
-def best_of_all(links) -> list[tuple[int, float]]:
+def best_of_all(links, wide=NO_WIDE) -> list[tuple[int, float]]:
+    spans = {**{(s, s + 1): link for s, link in enumerate(links)}, **wide}
+    ways = tuple(
+        Kept(first, option, after - first)
+        for (first, after), link in spans.items()
+        for option in range(len(link.options))
+    )
     points = set()
-    for steps in nestings(0, len(links), tuple(len(link.options) for link in links)):
-        points.add(run(ChainPlan(0, 0.0, steps), links))
+    for steps in nestings(0, len(links), ways):
+        points.add(run(ChainPlan(0, 0.0, steps), links, wide=wide))
     chosen: list[tuple[int, float]] = []
     for size, seconds in sorted(points):
         if not chosen or seconds < chosen[-1][1]:
@@ -242,6 +250,23 @@ def test_no_nesting_of_unequal_links_does_better(links):
 def test_no_nesting_of_equal_links_does_better(links):
     table = solve_chain(links)
     assert table.frontier() == best_of_all(links)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(links=chains(most=4), data=st.data())
+def test_no_nesting_does_better_where_several_links_are_one_as_well(links, data):
+    spans = [(s, t) for s, t in itertools.combinations(range(len(links) + 1), 2) if t - s > 1]
+    wide = {}
+    for first, after in data.draw(st.lists(st.sampled_from(spans), max_size=3)) if spans else ():
+        before, last = links[first - 1].carry_bytes if first else 0, links[after - 1]
+        drawn = data.draw(one_link(before, last.carry_bytes))
+        wide[first, after] = dataclasses.replace(drawn, gradient_bytes=last.gradient_bytes)
+    table = solve_chain(links, wide=wide)
+    assert table.frontier() == best_of_all(links, wide)
+    for size, _ in table.frontier():
+        plan = table.plan(size)
+        assert plan is not None
+        assert run(plan, links, wide=wide) == (plan.bytes, plan.seconds)
 
 
 # ---------------------------------------------------------------- what passes through

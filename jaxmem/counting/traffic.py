@@ -74,7 +74,15 @@ _MOST_SOURCES = 64
 
 
 def kind_of(eqn: Any) -> Kind:
-    """What an operation is to a compiler that fuses: a kernel of its own, or part of another's."""
+    """What an operation is to a compiler that fuses: a kernel of its own, or part of another's.
+
+    A call is what stands in it: `jax.nn.relu`, whose derivative is its own, is one that is fused.
+    """
+    if (called := _jax.in_call(eqn)) is not None:
+        kinds: set[Kind] = {kind_of(inner) for inner in called.jaxpr.eqns}
+        if kinds <= {"fused", "view"}:
+            return "fused" if "fused" in kinds else "view"
+        return kinds.pop() if len(kinds) == 1 else "kernel"
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
         return "kernel"

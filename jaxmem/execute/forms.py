@@ -26,12 +26,17 @@ class Form:
 
     Operands are flat: consts, initial carry, xs stacked along axis 0.  Results
     are flat too: final carry, ys stacked along axis 0.
+
+    Attributes:
+      in_turn: whether what one layer computes again waits, operation by operation, for the
+        gradients that need it: a layer of many operations that is in no loop.
     """
 
     body: Body
     length: int
     reverse: bool = False
     unroll: Any = 1
+    in_turn: bool = False
 
     def index(self, step: Any) -> Any:
         """Where in the stacked inputs the layer of this step of the computation is."""

@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import _jax
+from jaxmem.backward import after
 from jaxmem.execute.forms import VALUE_NAME, Form
 from jaxmem.execute.state import NOWHERE, Cotangents, Into, pull, start
 from jaxmem.layer import Layer
@@ -79,10 +80,10 @@ def backward(
             return pull(form, run, args, ct_ys, state, form.index(index), tape, into)
 
         if count == 1:
-            if run.again:
+            if run.again and not form.in_turn:
                 # Outside a loop nothing else keeps a compiler from finding that it has the
                 # values already that are to be computed again.
-                tapes = _behind(state.carry, tapes)
+                tapes = after(state.carry, tapes)
             state = down(state, (indices[0], tapes))
         else:
             state, _ = lax.scan(
@@ -105,22 +106,6 @@ def _placed(form: Form, runs: Runs) -> Iterator[tuple[int, jax.Array, Layer]]:
         first = form.length - done - count if form.reverse else done
         yield count, jnp.arange(first, first + count, dtype=jnp.int32), run
         done += count
-
-
-def _behind(first: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The values, as if no one knew how they came about; there only once `first` is.
-
-    What goes through one barrier varies, under `shard_map`, over all mesh axes that any of it
-    varies over: values of a kind have one together, with those of `first` that do not add to it.
-    """
-    found = list(values)
-    for kind in dict.fromkeys(map(_jax.varying, values)):
-        places = [place for place, value in enumerate(values) if _jax.varying(value) == kind]
-        before = [value for value in first if value is not None and _jax.varying(value) <= kind]
-        parted, _ = lax.optimization_barrier(([values[place] for place in places], before))
-        for place, value in zip(places, parted, strict=True):
-            found[place] = value
-    return found
 
 
 def _placed_at(whole: Any, part: Any, index: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from jaxmem import _jax
+from jaxmem.backward import pulled_back_in_turn
 from jaxmem.execute.forms import Form
 from jaxmem.layer import Layer
 
@@ -80,7 +81,8 @@ def pull(
     """One layer down: its gradient goes straight into its row of the stacked gradients."""
     consts, _, xs = layer.body.split_in(args)
     ct_y = form.at(ct_ys, step)
-    g_consts, ct_carry, g_x = layer.pullback(consts, form.at(xs, step), tape, state.carry, ct_y)
+    pullback = pulled_back_in_turn if form.in_turn and layer.again else Layer.pullback
+    g_consts, ct_carry, g_x = pullback(layer, consts, form.at(xs, step), tape, state.carry, ct_y)
     return Cotangents(
         [total + g for total, g in zip(state.consts, g_consts, strict=True)],
         ct_carry,

@@ -19,18 +19,13 @@ from jaxmem.plan import Plan
 from jaxmem.policies import ByLayer
 from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.problem import Graph
+from jaxmem.reversal import loose_bytes, working_bytes
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, Kept
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.stacks import Candidate, Choice, candidates
 from jaxmem.straight import Chain, Code
-from jaxmem.values import (
-    LayerValue,
-    described,
-    graph_of,
-    loose_bytes,
-    working_bytes,
-)
+from jaxmem.values import LayerValue, described, graph_of
 
 # ---------------------------------------------------------------- types
 
@@ -130,33 +125,33 @@ class StraightHole(Hole):
 
     Attributes:
       chain: the code, cut into links.
-      values: of each link, its layer's values by place.
+      values: of each stretch, by its layer's digest, the values by place.
     """
 
     chain: Chain
-    values: tuple[tuple[LayerValue, ...], ...]
+    values: dict[str, tuple[LayerValue, ...]]
 
     def plan(self, candidate: Candidate) -> HolePlan:
         plan = self.chain.plan(self._steps(candidate))
         return HolePlan(self.digest, self.inputs, self.where, plan)
 
     def fates(self, candidate: Candidate) -> list[ValueFate]:
-        alike: dict[tuple[int, int], list[int]] = {}
-        for link, option in _kept(self._steps(candidate)):
-            alike.setdefault((id(self.chain.stretches[link]), option), []).append(link)
+        alike: dict[tuple[int, int], list[Kept]] = {}
+        for kept in _kept(self._steps(candidate)):
+            alike.setdefault((id(self.chain.stretch(kept)), kept.option), []).append(kept)
         found = []
-        for (_, option), links in alike.items():
-            stretch = self.chain.stretches[links[0]]
-            if (keep := stretch.keeps[option]) is not None:
-                parts = ", ".join(str(link + 1) for link in links)
-                where = f"{self.where}, of its {len(self.values)} parts {parts}"
-                found += fates(where, len(links), keep, stretch.graph, self.values[links[0]])
+        for several in alike.values():
+            stretch = self.chain.stretch(several[0])
+            if (keep := stretch.keeps[several[0].option]) is not None:
+                parts = ", ".join(map(_parts, several))
+                where = f"{self.where}, of its {len(self.chain)} parts {parts}"
+                values = self.values[stretch.layer.digest]
+                found += fates(where, len(several), keep, stretch.graph, values)
         return found
 
     def gap(self, candidate: Candidate) -> float:
         keeps = (
-            self.chain.stretches[link].keeps[option]
-            for link, option in _kept(self._steps(candidate))
+            self.chain.stretch(kept).keeps[kept.option] for kept in _kept(self._steps(candidate))
         )
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
 
@@ -255,16 +250,14 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
 def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:
     chain = Chain(code, roofline, offload)
     # While a link is reversed its gradient and working space are alive beside what is kept.
-    working = max(
-        stretch.link.gradient_bytes + stretch.link.options[0].work_bytes
-        for stretch in chain.stretches
-    )
+    singles = [chain.stretches[k, k + 1].link for k in range(len(chain))]
+    working = max(link.gradient_bytes + link.options[0].work_bytes for link in singles)
     found = [
         Candidate(bytes=size, seconds=seconds, kept_bytes=max(size - working, 0))
         for size, seconds in chain.table.frontier()
     ]
     known: dict[str, tuple[LayerValue, ...]] = {}
-    for stretch in chain.stretches:
+    for stretch in chain.stretches.values():
         layer = stretch.layer
         if layer.digest not in known:
             places = range(len(layer.values))
@@ -277,16 +270,18 @@ def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) ->
         param_bytes=0,  # one by one such gradients go into their update
         met=[code],
         chain=chain,
-        values=tuple(known[stretch.layer.digest] for stretch in chain.stretches),
+        values=known,
     )
 
 
-def _kept(steps: Sequence[Kept | Again]) -> list[tuple[int, int]]:
-    """(link, option) of all that is kept, in stretches that are computed again as well."""
-    found = []
+def _kept(steps: Sequence[Kept | Again]) -> list[Kept]:
+    """All that is kept, in stretches that are computed again as well."""
+    found: list[Kept] = []
     for step in steps:
-        if isinstance(step, Kept):
-            found.append((step.link, step.option))
-        else:
-            found += _kept(step.inner)
+        found += [step] if isinstance(step, Kept) else _kept(step.inner)
     return found
+
+
+def _parts(kept: Kept) -> str:
+    first, last = kept.link + 1, kept.after
+    return str(first) if first == last else f"{first}-{last}"

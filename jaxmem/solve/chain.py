@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxmem.solve.links import (
+    NO_WIDE,
     Again,
     Carried,
     ChainPlan,
@@ -24,6 +25,7 @@ from jaxmem.solve.links import (
     Link,
     Option,
     Steps,
+    Wide,
     extra_seconds,
     peak_bytes,
 )
@@ -62,7 +64,7 @@ class ChainTable:
 
 
 def solve_chain(
-    links: Sequence[Link], slots: int = 500, carried: Carried | None = None
+    links: Sequence[Link], slots: int = 500, carried: Carried | None = None, wide: Wide = NO_WIDE
 ) -> ChainTable:
     """The best persistent plans for a chain, from the fewest bytes to no work done again.
 
@@ -80,6 +82,8 @@ def solve_chain(
       carried: `carried(i, j)`, the bytes that holding the input of link j adds
         when that of link i < j is held (what passes through both is one array,
         and passes through all between); by default all of it.
+      wide: links `first`..`after`-1 as one, by (first, after): what can be kept where all
+        of them are looked at together, and what that needs.
 
     Raises:
       ValueError: there is no link.
@@ -101,7 +105,7 @@ def solve_chain(
     most = _PASSES * sum(
         link.seconds + max(option.seconds for option in link.options) for link in links
     )
-    return ChainTable(point for point in _found(links, slots, carried) if point[1] <= most)
+    return ChainTable(point for point in _found(links, slots, carried, wide) if point[1] <= most)
 
 
 # ---------------------------------------------------------------- implementation
@@ -113,8 +117,8 @@ _PASSES = 60
 _RANGES = 3
 
 
-def _found(links: tuple[Link, ...], slots: int, carried: Carried | None):
-    uniform = carried is None and links == links[:1] * len(links)
+def _found(links: tuple[Link, ...], slots: int, carried: Carried | None, wide: Wide):
+    uniform = carried is None and not wide and links == links[:1] * len(links)
     if not uniform:
         slots = max(slots * 100 // max(len(links), 100), 50)
     options = [min(link.options, key=lambda option: option.seconds) for link in links]
@@ -124,12 +128,12 @@ def _found(links: tuple[Link, ...], slots: int, carried: Carried | None):
     )
     most = peak_bytes(fastest, links, carried)
     yield most, extra_seconds(fastest, links), lambda: fastest
-    least = min(_least(link) for link in links)
-    for count, unit in _grids(links, most - least, slots, carried):
+    least = min(_least(link) for link in (*links, *wide.values()))
+    for count, unit in _grids(links, most - least, slots, carried, wide):
         if uniform:
             table = UniformTable(links[0], len(links), count, unit, least)
         else:
-            table = Table(links, count, unit, least, carried)
+            table = Table(links, count, unit, least, carried, wide)
         bytes, seconds = table.points()
         if not np.isfinite(seconds[-1]):
             return
@@ -140,13 +144,13 @@ def _found(links: tuple[Link, ...], slots: int, carried: Carried | None):
                 yield round(bytes[m]), float(seconds[m]), functools.partial(table.steps, m)
             else:  # such a table is large: plans are read from it at once
                 steps = table.steps(m)
-                size = peak_bytes(steps, links, carried)
-                yield size, extra_seconds(steps, links), functools.partial(tuple, steps)
+                size = peak_bytes(steps, links, carried, wide)
+                yield size, extra_seconds(steps, links, wide), functools.partial(tuple, steps)
 
 
-def _grids(links, width: int, slots: int, carried: Carried | None):
+def _grids(links, width: int, slots: int, carried: Carried | None, wide: Wide):
     """(slots, unit) of each table, for budgets that go `width` beyond the least one."""
-    sizes = math.gcd(width, *_sizes(links, carried))
+    sizes = math.gcd(width, *_sizes((*links, *wide.values())), *_crossings(len(links), carried))
     if width <= slots * sizes:
         yield (width // sizes if sizes else 0), sizes or 1
         return
@@ -167,11 +171,14 @@ def _least(link: Link) -> int:
     )
 
 
-def _sizes(links: Sequence[Link], carried: Carried | None):
+def _crossings(count: int, carried: Carried | None):
+    if carried:
+        yield from (carried(i, j) for j in range(count) for i in range(j))
+
+
+def _sizes(links: Sequence[Link]):
     for link in set(links):
         yield from (link.carry_bytes, link.gradient_bytes, link.overhead_bytes)
         for option in link.options:
             yield from (option.tape_bytes, option.work_bytes)
             yield from (option.input_bytes, option.output_bytes)
-    if carried:
-        yield from (carried(i, j) for j in range(len(links)) for i in range(j))

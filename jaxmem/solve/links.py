@@ -1,7 +1,7 @@
 """A chain of unequal links, the plans for it, and what a plan needs and costs.
 
-A plan is a nesting: each link is either evaluated with something kept for its
-backward (`Kept`), or it belongs to a stretch that is evaluated without a tape
+A plan is a nesting: each link, or several as one, is either evaluated with something
+kept for its backward (`Kept`), or it belongs to a stretch that is evaluated without a tape
 and again, from its kept input, when its turn to be reversed comes (`Again`).
 In JAX the second is `jax.checkpoint` around the stretch.
 
@@ -22,7 +22,7 @@ input of a kept link takes room only when its option stores it.  The paper's tap
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 Carried = Callable[[int, int], int]
 
@@ -76,12 +76,27 @@ class Link:
             )
 
 
+# Several links as one, with options of its own: those from the first to before the second number.
+Wide = Mapping[tuple[int, int], Link]
+NO_WIDE: Wide = {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """This link's option is stored when it is evaluated."""
+    """An option of this link is stored when it is evaluated, or of so many from it on as one."""
 
     link: int
     option: int
+    length: int = 1
+
+    @property
+    def after(self) -> int:
+        """The link behind it."""
+        return self.link + self.length
+
+    def among(self, links: Sequence[Link], wide: Wide) -> Link:
+        """The link, or the several as one."""
+        return links[self.link] if self.length == 1 else wide[self.link, self.after]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +126,17 @@ class ChainPlan:
     steps: Steps
 
 
-def extra_seconds(steps: Sequence[Kept | Again], links: Sequence[Link]) -> float:
+def extra_seconds(
+    steps: Sequence[Kept | Again], links: Sequence[Link], wide: Wide = NO_WIDE
+) -> float:
     """Seconds of forward work beyond one evaluation of each link."""
     total = 0.0
     for step in steps:
         if isinstance(step, Kept):
-            total += links[step.link].options[step.option].seconds
+            total += step.among(links, wide).options[step.option].seconds
         else:
             total += sum(link.seconds for link in links[step.first : step.last])
-            total += extra_seconds(step.inner, links)
+            total += extra_seconds(step.inner, links, wide)
     return total
 
 
@@ -127,10 +144,11 @@ def peak_bytes(
     steps: Sequence[Kept | Again],
     links: Sequence[Link],
     carried: Carried | None = None,
+    wide: Wide = NO_WIDE,
 ) -> int:
     """Bytes alive at the worst moment of a plan whose first input is held by others."""
     end = steps[-1]
-    gradient = links[end.link if isinstance(end, Kept) else end.last - 1].gradient_bytes
+    gradient = links[(end.after if isinstance(end, Kept) else end.last) - 1].gradient_bytes
     held = peak = passed = 0
     known = None  # the last link whose input is held
     for step in steps:
@@ -146,10 +164,11 @@ def peak_bytes(
             peak = max(
                 peak,
                 held + gradient + evaluation_bytes(links, step.first, step.last),
-                held + peak_bytes(step.inner, links, carried),
+                held + peak_bytes(step.inner, links, carried, wide),
             )
             continue
-        link, option = links[step.link], links[step.link].options[step.option]
+        link = step.among(links, wide)
+        option = link.options[step.option]
         charge, waiting = option.tape_bytes, boundary - option.input_bytes
         if waiting <= 0:
             charge, waiting, known = charge + waiting, 0, first

@@ -7,9 +7,10 @@ budget m), of seconds of extra work:
     held[s][t, m]    the input of s is held, outside m
     loose[s][t, m]   it is not: m has to pay for it if something wants it
 
-A stretch s..s'-1 is evaluated again, or s is kept with one of its options; the
-rest is another stretch.  Whole blocks over (t, m) are handled at once, so that L
-links and M budgets take L²/2 block operations of at most L M numbers.
+A stretch s..s'-1 is evaluated again, or s is kept with one of its options, or several
+links from s on as one with one of theirs; the rest is another stretch.  Whole blocks
+over (t, m) are handled at once, so that L links and M budgets take L²/2 block
+operations of at most L M numbers.
 
 Budgets are multiples of a unit; sizes are not rounded.  Each cell also has the
 bytes that its plan really needs, and a budget takes the plan of the next larger
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmem.solve.links import Again, Carried, Kept, Link, Steps
+from jaxmem.solve.links import Again, Carried, Kept, Link, Steps, Wide
 
 _PAY = np.iinfo(np.int16).max  # in `loose`: keep the input, then go on as in `held`
 
@@ -31,8 +32,8 @@ _PAY = np.iinfo(np.int16).max  # in `loose`: keep the input, then go on as in `h
 class _Cells:
     """The best for each last link and budget: seconds, bytes, and what starts it.
 
-    A choice is an option of the first link, or minus the length of the stretch
-    that is evaluated again.
+    A choice is one of the ways to keep the first link, or several from it on as one, or
+    minus the length of the stretch that is evaluated again.
     """
 
     seconds: np.ndarray
@@ -60,8 +61,15 @@ class Table:
         unit: float,
         least: int,
         carried: Carried | None,
+        wide: Wide,
     ):
-        self.links, self.unit, self.carried = links, unit, carried
+        self.links, self.unit, self.carried, self.wide = links, unit, carried, wide
+        self.ways: list[list[Kept]] = [
+            [Kept(s, option) for option in range(len(link.options))] for s, link in enumerate(links)
+        ]
+        for (first, after), link in sorted(wide.items()):
+            options = range(len(link.options))
+            self.ways[first] += [Kept(first, option, after - first) for option in options]
         # A hair above the multiples, so that sums of floats that should be equal are.
         self.budgets = least + unit * (np.arange(slots + 1) + 1e-6)
         self.gradients = np.array([link.gradient_bytes for link in links], dtype=float)
@@ -90,8 +98,8 @@ class Table:
             tables.append(_Cells.empty(shape))
             if s == 0 and not held:
                 break
-            for option in range(len(self.links[s].options)):
-                self._keep(s, option, held)
+            for choice in range(len(self.ways[s])):
+                self._keep(s, choice, held)
             if held:
                 self._again(s)
             else:
@@ -100,16 +108,19 @@ class Table:
 
     def _keep(self, s: int, choice: int, held: bool) -> None:
         charge, waiting = self._charge(s, choice, held)
-        link, option = self.links[s], self.links[s].options[choice]
+        kept = self.ways[s][choice]
+        link = kept.among(self.links, self.wide)
+        option = link.options[kept.option]
         forward = charge + waiting + link.carry_bytes - option.output_bytes
         backward = charge + option.work_bytes + link.gradient_bytes
-        needs = np.maximum(self.gradients[s:] + forward, backward)[:, None]
-        seconds = np.zeros((len(self.links) - s, len(self.budgets)))
+        last = kept.after - 1
+        needs = np.maximum(self.gradients[last:] + forward, backward)[:, None]
+        seconds = np.zeros((len(self.links) - last, len(self.budgets)))
         bytes = np.zeros_like(seconds)
         if len(seconds) > 1:
-            seconds[1:], bytes[1:] = self._rest(s + 1, self._price(s, choice, held), charge)
+            seconds[1:], bytes[1:] = self._rest(kept.after, self._price(s, choice, held), charge)
         seconds += option.seconds
-        self._offer(s, held, slice(None), seconds, np.maximum(bytes, needs), choice)
+        self._offer(s, held, slice(last - s, None), seconds, np.maximum(bytes, needs), choice)
 
     def _again(self, s: int) -> None:
         seconds, widest, before = 0.0, 0, 0
@@ -133,17 +144,22 @@ class Table:
 
     def _charge(self, s: int, choice: int, held: bool) -> tuple[int, int]:
         """Bytes held by a kept link, and of its input while it is evaluated."""
-        option = self.links[s].options[choice]
+        kept = self.ways[s][choice]
+        option = kept.among(self.links, self.wide).options[kept.option]
         if held:
             return option.tape_bytes - option.input_bytes, 0
         return option.tape_bytes, max(self.links[s - 1].carry_bytes - option.input_bytes, 0)
 
     def _price(self, s: int, choice: int, held: bool) -> int:
         """Bytes that holding the input of what follows adds."""
-        after = s + 1 if choice >= 0 else s - choice
-        price = self.links[after - 1].carry_bytes
-        if choice >= 0:
-            price -= self.links[s].options[choice].output_bytes
+        if choice < 0:
+            after = s - choice
+            price = self.links[after - 1].carry_bytes
+        else:
+            kept = self.ways[s][choice]
+            after = kept.after
+            option = kept.among(self.links, self.wide).options[kept.option]
+            price = self.links[after - 1].carry_bytes - option.output_bytes
         return min(price, self.carried(s, after)) if held and self.carried else price
 
     def _rest(self, s: int, price: int, charge: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -183,14 +199,15 @@ class Table:
             if choice == _PAY:
                 m = self._look(s, t, m, True, self.links[s - 1].carry_bytes)[2]
                 choice, held = int(self._at(s, True).choice[t - s, m]), True
-            charge, after, price = 0, s - choice, self._price(s, choice, held) if s < t else 0
+            charge, before = 0, s
             if choice >= 0:
-                steps.append(Kept(s, choice))
-                charge, after = self._charge(s, choice, held)[0], s + 1
+                steps.append(kept := self.ways[s][choice])
+                charge, s = self._charge(s, choice, held)[0], kept.after
             else:
-                steps.append(Again(s, after, self._steps(s, after - 1, m)))
-            s = after
+                s -= choice
+                steps.append(Again(before, s, self._steps(before, s - 1, m)))
             if s <= t:
+                price = self._price(before, choice, held)
                 ways = [(False, charge), (True, charge + price)]
                 if price <= 0:
                     ways = ways[1:]

@@ -10,12 +10,13 @@ from jaxmem import _jax
 from jaxmem.layer import Layer, nbytes
 from jaxmem.policies import Sqrt
 from jaxmem.problem import Graph
+from jaxmem.reversal import reversal_bytes, without_checkpoint
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chain
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.straight.code import Code
 from jaxmem.straight.plan import Piece, StraightPlan
-from jaxmem.values import graph_of, reversal_bytes, unnamed_places, without_checkpoint
+from jaxmem.values import graph_of, unnamed_places
 
 # ---------------------------------------------------------------- types
 
@@ -38,16 +39,20 @@ class Stretch:
 
 
 class Chain:
-    """Code cut into links, each with its options.
+    """Code cut into links, each with its options, and several of them as one with options too.
+
+    What stands at a cut is held or computed again with all that leads to it; looked at together,
+    two links may drop it where it follows cheaply from what either keeps.
 
     Attributes:
       code, cuts: what was cut, and where.
-      stretches: one for each link.
+      stretches: of each link, by its number and that behind it, and of several as one.
       table: the plans that no other beats in bytes and seconds.
 
     Args:
       points: how many options of a link are looked for besides the corners of its hull; with
-        none of them a link keeps all or as little as can be, which is quickly found.
+        none of them a link keeps all or as little as can be, which is quickly found, and
+        each stands for itself.
     """
 
     def __init__(
@@ -55,29 +60,30 @@ class Chain:
     ) -> None:
         self.code, self.cuts = code, code.cuts()
         known: dict[tuple[str, int], Stretch] = {}
-        self.stretches: list[Stretch] = []
-        for first, last in self.spans:
-            layer = code.layer(first, last)
+        self.stretches: dict[tuple[int, int], Stretch] = {}
+        links: dict[tuple[int, int], Link] = {}
+        for first, after in _widths(len(self), wide=points > 0):
+            layer = code.layer(self.cuts[first], self.cuts[after])
             # What is given to the function is there anyway, what another link gives is not.
             key = layer.digest, layer.body.num_consts
             if key not in known:
                 known[key] = _stretch(layer, roofline, offload, points)
-            self.stretches.append(known[key])
-        links = [
-            dataclasses.replace(
-                # Of what passes the link by, the gradient is there too while it is reversed.
-                stretch.link,
-                carry_bytes=self._given(last),
-                gradient_bytes=self._given(last),
+            self.stretches[first, after] = known[key]
+            # Of what passes the link by, the gradient is there too while it is reversed.
+            given = code.alive_bytes(self.cuts[after])
+            links[first, after] = dataclasses.replace(
+                known[key].link, carry_bytes=given, gradient_bytes=given
             )
-            for stretch, (_, last) in zip(self.stretches, self.spans, strict=True)
-        ]
-        self.table: ChainTable = solve_chain(links, slots=200, carried=self._carried)
+        single = [links.pop((k, k + 1)) for k in range(len(self))]
+        self.table: ChainTable = solve_chain(single, slots=200, carried=self._carried, wide=links)
 
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """First and last operation of each link."""
-        return list(zip(self.cuts, self.cuts[1:], strict=False))
+    def __len__(self) -> int:
+        """How many links there are."""
+        return len(self.cuts) - 1
+
+    def stretch(self, kept: Kept) -> Stretch:
+        """What is kept."""
+        return self.stretches[kept.link, kept.after]
 
     def plan(self, steps: Sequence[Kept | Again]) -> StraightPlan:
         """A plan of the chain as one of the code."""
@@ -89,8 +95,8 @@ class Chain:
         if isinstance(step, Again):
             inner = _joined([self._piece(one) for one in step.inner])
             return Piece(self.cuts[step.first], self.cuts[step.last], inner=inner)
-        first, last = self.spans[step.link]
-        stretch = self.stretches[step.link]
+        first, last = self.cuts[step.link], self.cuts[step.after]
+        stretch = self.stretch(step)
         keep = stretch.keeps[step.option]
         if keep is None:
             return Piece(first, last)
@@ -99,9 +105,6 @@ class Chain:
         # Names are given by place in the code, and a stretch met before stood elsewhere.
         shift = first - _first(stretch.layer)
         return Piece(first, last, tuple(k + shift for k in kept), tuple(k + shift for k in sent))
-
-    def _given(self, at: int) -> int:
-        return self.code.alive_bytes(at)
 
     def _carried(self, i: int, j: int) -> int:
         """What the input of link j adds where that of link i is held."""
@@ -127,7 +130,7 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
     if len(code.cuts()) - 1 < _FEWEST:
         return None
     chain = Chain(code, _ANY, points=0)
-    forward = sum(stretch.link.seconds for stretch in chain.stretches)
+    forward = sum(stretch.link.seconds for stretch in chain.stretches.values())
     within = [
         size for size, seconds in chain.table.frontier() if seconds <= policy.levels * forward
     ]
@@ -136,6 +139,16 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _widths(count: int, wide: bool) -> list[tuple[int, int]]:
+    """First and after of each of so many links; of two, four, eight ... as one, and of all."""
+    found = {(k, k + 1) for k in range(count)}
+    width = 2
+    while wide and width < count:
+        found.update((k, min(k + width, count)) for k in range(0, count - 1, width))
+        width *= 2
+    return sorted({*found, (0, count)} if wide else found, key=lambda one: one[1] - one[0])
 
 
 def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> Stretch:

@@ -106,21 +106,24 @@ class Code:
             each=_named,
         )
 
-    def layer(self, first: int, last: int) -> Layer:
-        """A stretch as a layer: parameters and inputs of the function first, then what is alive."""
-        inputs = {*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars}
-        reads = sorted(self.reads(first, last), key=lambda var: var not in inputs)
+    def traced(self, first: int, last: int, reads: Sequence[Any]) -> ClosedJaxpr:
+        """A stretch as a jaxpr, from what it `reads` in this order to what it `gives`."""
         order = self.reads(first, last)
 
         def run(*flat: Any) -> list[Any]:
             values = dict(zip(reads, flat, strict=True))
             return self.run(first, last, [values[var] for var in order])
 
-        avals = [var.aval for var in reads]
-        traced = _jax.trace(run, avals)
+        return _jax.trace(run, [var.aval for var in reads])
+
+    def layer(self, first: int, last: int) -> Layer:
+        """A stretch as a layer: parameters and inputs of the function first, then what is alive."""
+        inputs = {*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars}
+        reads = sorted(self.reads(first, last), key=lambda var: var not in inputs)
+        traced = self.traced(first, last, reads)
         num_consts = sum(var in inputs for var in reads)
         wrt = Wrt(
-            tuple(_jax.has_tangent(aval) for aval in avals),
+            tuple(_jax.has_tangent(var.aval) for var in reads),
             tuple(_jax.has_tangent(aval) for aval in traced.out_avals),
         )
         return Layer(Body(traced, num_consts, len(reads) - num_consts), wrt)

@@ -1,13 +1,21 @@
-"""Straight-line code under its plan, in plain `jax.checkpoint`: nested, and by name."""
+"""Straight-line code under its plan: stretches in nested `jax.checkpoint`, and kept in part.
 
-from collections.abc import Sequence
+A stretch of which single values are kept is a layer that no loop is around: a stack of one.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from jaxmem import _jax
-from jaxmem.policies import Names
+from jaxmem.execute import Form
+from jaxmem.layer import Body, Layer
+from jaxmem.plan import Plan
+from jaxmem.policies import Keep, Names
+from jaxmem.stack import Stack
 from jaxmem.straight.code import Code
 from jaxmem.straight.plan import Piece, StraightPlan
 
@@ -70,8 +78,39 @@ def _function(code: Code, piece: Piece) -> Any:
 
     if piece.keep is None:
         return straight
-    names = Names(
-        save=tuple(map(_jax.place_name, piece.keep)),
-        offload=tuple(map(_jax.place_name, piece.offload)),
+    return _kept(code, piece)
+
+
+def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
+    """A piece of which single values are kept."""
+    reads = code.reads(piece.first, piece.last)
+    body = Body(code.traced(piece.first, piece.last, reads), len(reads), 0)
+
+    def run(*given: Any) -> list[Any]:
+        stretch = Stretch(Form(body, 1, in_turn=True), Names(), piece=piece)
+        return [out[0] for out in _jax.bind_stack(stretch, given)]
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Stretch(Stack):
+    """A stack of one layer that keeps what a piece says."""
+
+    piece: Piece
+
+    def plan(self, layer: Layer) -> Plan:
+        keep = self.piece.keep
+        assert keep is not None
+        policy = Keep(_places(layer, keep), _places(layer, self.piece.offload))
+        return Plan.keep([(1, policy)])
+
+
+def _places(layer: Layer, operations: Sequence[int]) -> tuple[int, ...]:
+    """Where among the values of the layer the results of these operations are."""
+    wanted = frozenset(operations)
+    return tuple(
+        place
+        for place, var in enumerate(layer.values)
+        if (eqn := layer.made_by(var)) is not None and _jax.place_named_by(eqn) in wanted
     )
-    return jax.checkpoint(straight, policy=names.jax_policy)

@@ -1,0 +1,273 @@
+"""The backward pass of one layer, operation by operation.
+
+First what is computed again, from the tape, then what pulls the gradients back.  In a loop over
+layers that order does: one layer's values are few.  Of many operations outside of loops each has
+to wait until the gradient comes by that needs it, since what is computed again early is alive
+till then; and what is elementwise is computed for each that reads it, since one that was computed
+for the first is alive till the last.  Compilers do not see to that, so barriers do.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.alive import in_memory
+from jaxmem.counting import kind_of
+from jaxmem.layer import Layer, nbytes
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One operation that pulls gradients back, and what is computed again for it.
+
+    Attributes:
+      again: places of operations, which stand in front of it.
+      operation: its place.
+      anew: whether what was computed again so far, and is no kernel's, is forgotten before it.
+      waits: for which gradients `again` has to wait, as it makes something large.
+      first: gradients that wait for the operation, which is done with something large.
+    """
+
+    again: range
+    operation: int
+    anew: bool
+    waits: tuple[Any, ...]
+    first: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """The backward pass of a layer: (consts, xs, tape, gradients of results) -> gradients.
+
+    Attributes:
+      closed: its operations.
+      consts, xs, tape, gradients: its inputs.
+      turns: its operations in groups, if it goes by turns.
+    """
+
+    closed: ClosedJaxpr
+    consts: list[Any]
+    xs: list[Any]
+    tape: list[Any]
+    gradients: list[Any]
+    turns: tuple[Turn, ...] = ()
+
+
+# ---------------------------------------------------------------- API
+
+
+def backward_of(layer: Layer, in_turn: bool = False) -> Backward:
+    """The backward pass of a layer.
+
+    Args:
+      in_turn: whether what is computed again stands right in front of what reads it, several
+        times if need be, and not in front of everything.
+    """
+    forward, reverse = layer.linearised, layer.transposed
+    tape = [layer.values[place] for place in layer.kept if place is not None]
+    again = _jax.needed(forward, layer.residuals, keep_effects=False, given=tape)
+    consts, _, xs = layer.body.split_in(forward.jaxpr.invars)
+    closed = _jax.followed_by(forward, again, reverse, layer.residuals, [*consts, *xs, *tape])
+    gradients = reverse.jaxpr.invars[len(layer.residuals) :]
+    if not in_turn:
+        return Backward(closed, consts, xs, tape, gradients)
+    order = _Order(closed, len(again), gradients)
+    closed = _jax.with_equations(closed, order.eqns)
+    return Backward(closed, consts, xs, tape, gradients, tuple(order.turns))
+
+
+def pulled_back_in_turn(
+    layer: Layer,
+    consts: Sequence[Any],
+    x: Sequence[Any],
+    tape: Sequence[Any],
+    ct_carry: Sequence[Any],
+    ct_y: Sequence[Any],
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """As `Layer.pullback`; what is computed again waits for the gradient that needs it."""
+    backward = backward_of(layer, in_turn=True)
+    closed = backward.closed
+    pairs = zip(layer.kept, tape, strict=True)
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(backward.consts, consts, strict=True))
+    values.update(zip(backward.xs, x, strict=True))
+    values.update((layer.values[place], value) for place, value in pairs if place is not None)
+    values.update(zip(backward.gradients, [*ct_carry, *ct_y], strict=True))
+    # What is read to compute again is taken from behind a barrier: a compiler would else find
+    # that it has the results already.
+    behind: dict[Any, Any] = {}
+    for turn in backward.turns:
+        if turn.anew:
+            behind.clear()
+        if turn.again:
+            again = [closed.jaxpr.eqns[at] for at in turn.again]
+            reads = [var for var in _read(again) if var not in behind]
+            later = after([values[var] for var in turn.waits], [values[var] for var in reads])
+            behind.update(zip(reads, later, strict=True))
+            with jax.named_scope(_jax.RECOMPUTED):
+                found = _jax.evaluate_each(again, behind)
+            # What is no kernel's is read in this turn and not behind a barrier.
+            behind.update(found)
+            values.update(found)
+        eqn = closed.jaxpr.eqns[turn.operation]
+        values.update(_jax.evaluate_each([eqn], values))
+        if turn.first:
+            done = [values[var] for var in eqn.outvars if var in values]
+            later = after(done, [values[var] for var in turn.first])
+            values.update(zip(turn.first, later, strict=True))
+    cts = iter([a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars])
+    flat = [next(cts) if wrt else None for wrt in layer.wrt.ins]
+    return tuple([ct for ct in part if ct is not None] for part in layer.body.split_in(flat))  # pyright: ignore[reportReturnType]
+
+
+def after(first: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The values, as if no one knew how they came about; there only once `first` is.
+
+    What goes through one barrier varies, under `shard_map`, over all mesh axes that any of it
+    varies over: values of a kind have one together, with those of `first` that do not add to it.
+    """
+    found = list(values)
+    for kind in dict.fromkeys(map(_jax.varying, values)):
+        places = [place for place, value in enumerate(values) if _jax.varying(value) == kind]
+        before = [value for value in first if value is not None and _jax.varying(value) <= kind]
+        parted, _ = lax.optimization_barrier(([values[place] for place in places], before))
+        for place, value in zip(places, parted, strict=True):
+            found[place] = value
+    return found
+
+
+# ---------------------------------------------------------------- implementation
+
+# What is smaller than this part of the gradient need not wait for it.
+_LARGE = 16
+# What reads more than this beside its own size is not computed several times.
+_LIGHT = 1.05
+
+
+class _Order:
+    """The operations of a backward pass, what is computed again in front of what reads it.
+
+    Attributes:
+      eqns: in their order; what stands there several times has results of other names.
+      turns: which of these belong together.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, count: int, gradients: Sequence[Any]) -> None:
+        jaxpr = closed.jaxpr
+        self.eqns: list[Any] = []
+        self.turns: list[Turn] = []
+        self._again = jaxpr.eqns[:count]
+        self._makers = {var: at for at, eqn in enumerate(self._again) for var in eqn.outvars}
+        self._stored = in_memory(jaxpr)
+        self._lasting = self._lasts()
+        # What a value that is computed again is called now; those that last and those that do not.
+        self._kept: dict[Any, Any] = {}
+        self._now: dict[Any, Any] = {}
+        self._used: set[Any] = set()
+        self._large: set[Any] = set()
+        self._following = set(gradients)
+        for eqn in jaxpr.eqns[count:]:
+            self._place(eqn)
+        # Gradients that are results of the forward pass as they stand.
+        if rest := self._wanted(filter(_jax.is_var, jaxpr.outvars)):
+            self._compute(rest)
+
+    def _lasts(self) -> set[Any]:
+        """What is computed again once: kernels' results, and what reads much."""
+        behind: dict[Any, frozenset[Any]] = {}
+        found: set[Any] = set()
+        for eqn in self._again:
+            atoms = filter(_jax.is_var, eqn.invars)
+            taken = frozenset().union(*(behind.get(a, frozenset([a])) for a in atoms))
+            kernel = kind_of(eqn) in ("kernel", "reduction")
+            size = sum(nbytes(var.aval) for var in taken if hasattr(var.aval, "shape"))
+            for var in eqn.outvars:
+                stored = var in self._stored
+                if kernel or (stored and size > _LIGHT * _bytes(var)):
+                    found.add(var)
+                behind[var] = frozenset([var]) if kernel or stored else taken
+        return found
+
+    def _place(self, eqn: Any) -> None:
+        """One operation that pulls gradients back, with what it needs in front."""
+        atoms = list(dict.fromkeys(filter(_jax.is_var, eqn.invars)))
+        gradients = [atom for atom in atoms if atom in self._following]
+        size = max(map(_bytes, gradients), default=0)
+        wanted = self._wanted(atoms)
+        large = self._stored_among(wanted, size)
+        if anew := bool(large and self._now):
+            self._now.clear()
+            wanted = self._wanted(atoms)
+            large = self._stored_among(wanted, size)
+        start = len(self.eqns)
+        self._compute(wanted)
+        self._large.update(self._called(var) for var in large)
+        ins = [self._called(a) if _jax.is_var(a) else a for a in eqn.invars]
+        kernel = kind_of(eqn) == "kernel"
+        done = kernel and any(_jax.is_var(a) and a in self._large for a in ins)
+        self.turns.append(
+            Turn(
+                again=range(start, len(self.eqns)),
+                operation=len(self.eqns),
+                anew=anew or self._ended,
+                waits=tuple(gradients) if large else (),
+                first=tuple(gradients) if done else (),
+            )
+        )
+        self.eqns.append(_jax.renamed(eqn, ins, eqn.outvars))
+        if gradients:
+            self._following.update(eqn.outvars)
+        if kernel:
+            self._now.clear()
+        self._ended = kernel
+
+    _ended = False
+
+    def _wanted(self, atoms: Iterable[Any]) -> list[int]:
+        """Places of what has to be computed again for these to be there."""
+        found: set[int] = set()
+        pending = list(atoms)
+        while pending:
+            var = pending.pop()
+            if var in self._kept or var in self._now:
+                continue
+            if (at := self._makers.get(var)) is not None and at not in found:
+                found.add(at)
+                pending += filter(_jax.is_var, self._again[at].invars)
+        return sorted(found)
+
+    def _stored_among(self, wanted: Sequence[int], size: int) -> list[Any]:
+        """What of it is in memory, and not small beside the gradient."""
+        made = [var for at in wanted for var in self._again[at].outvars]
+        return [var for var in made if var in self._stored and _bytes(var) * _LARGE >= size]
+
+    def _compute(self, wanted: Sequence[int]) -> None:
+        for at in wanted:
+            eqn = self._again[at]
+            outs = [var if var not in self._used else _jax.another(var) for var in eqn.outvars]
+            self._used.update(eqn.outvars)
+            ins = [self._called(a) if _jax.is_var(a) else a for a in eqn.invars]
+            self.eqns.append(_jax.renamed(eqn, ins, outs))
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                (self._kept if var in self._lasting else self._now)[var] = out
+
+    def _called(self, var: Any) -> Any:
+        return self._kept.get(var) or self._now.get(var, var)
+
+
+def _read(eqns: Sequence[Any]) -> list[Any]:
+    """What operations read and do not make."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    atoms = (atom for eqn in eqns for atom in eqn.invars)
+    return [a for a in dict.fromkeys(filter(_jax.is_var, atoms)) if a not in made]
+
+
+def _bytes(var: Any) -> int:
+    return nbytes(var.aval) if hasattr(var.aval, "shape") else 0

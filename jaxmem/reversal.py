@@ -1,0 +1,103 @@
+"""What is alive while one layer is reversed, as a compiler is taken to order and fuse it."""
+
+import dataclasses
+from typing import Any
+
+from jaxmem import _jax
+from jaxmem.alive import in_memory, peak_alive, read_by_kernels
+from jaxmem.backward import backward_of
+from jaxmem.counting import kind_of
+from jaxmem.layer import Layer
+from jaxmem.problem import Graph, Operation
+from jaxmem.solve.keep import Keep, menu
+from jaxmem.values import unnamed_places
+
+# ---------------------------------------------------------------- API
+
+
+def working_bytes(layer: Layer, rounds_operands: bool = False) -> int:
+    """About what one layer's backward pass has alive besides its tape and parameters.
+
+    Values are taken to die at their last use in the order in which they are traced, and
+    elementwise chains not to be in memory unless a kernel reads them.  In a loop over layers
+    the tape is stacked, and of those of its values that kernels read each layer's is copied.
+    """
+    backward = backward_of(layer)
+    copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape)
+    return peak_alive(backward.closed, copied=copied, rounds_operands=rounds_operands)
+
+
+def reversal_bytes(layer: Layer, rounds_operands: bool = False) -> int:
+    """About the most that is alive while a layer outside of loops is reversed.
+
+    Its tape and the gradient of its results among it, each till its last use.
+    """
+    backward = backward_of(layer, in_turn=True)
+    held = [*backward.tape, *backward.gradients]
+    return peak_alive(backward.closed, held=held, rounds_operands=rounds_operands)
+
+
+def loose_bytes(layer: Layer, graph: Graph, rounds_operands: bool = False) -> int:
+    """About what the backward pass of a single layer, in no loop, has alive with its tape.
+
+    Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
+    """
+    backward = backward_of(layer.keeping(without_checkpoint(layer, graph).kept))
+    return peak_alive(backward.closed, held=backward.tape, rounds_operands=rounds_operands)
+
+
+def without_checkpoint(layer: Layer, graph: Graph) -> Keep:
+    """What is in memory of code that is under no checkpoint.
+
+    Kept is what kernels read on the way there and on the way back.  Of all else a compiler, outside
+    of loops, computes again by itself, inside of what reads it, whatever is elementwise and cheap;
+    so kept is the least from which it follows by such operations.
+    """
+    unnamed = unnamed_places(layer)
+    anyway = frozenset(unnamed[place] for place in _read_by_kernels_both_ways(layer)) - graph.free
+    operations = tuple(
+        Operation(
+            inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
+            outputs=one.outputs,
+            seconds=0.0 if _is_repeated(eqn) else one.seconds,
+        )
+        for one, eqn in zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
+        if _jax.name_given_by(eqn) is None
+    )
+    everywhere = frozenset(range(len(graph.bytes)))
+    plain = Graph(
+        bytes=graph.bytes,
+        operations=operations,
+        free=graph.free | anyway,
+        wanted=frozenset(unnamed[place] for place in graph.wanted),
+        keepable=everywhere - graph.free - anyway,
+        keep_seconds=(0.0,) * len(graph.bytes),
+    )
+    rest = menu(plain, points=0)[0]
+    size = rest.bytes + sum(graph.bytes[place] for place in anyway)
+    return dataclasses.replace(rest, kept=tuple(sorted({*rest.kept, *anyway})), bytes=size)
+
+
+# ---------------------------------------------------------------- implementation
+
+# What compilers do not compute twice to spare memory, elementwise though it is.
+_EXPENSIVE = frozenset(
+    name
+    for line in (
+        "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp",
+        "exp2 expm1 lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh",
+    )
+    for name in line.split()
+)
+
+
+def _read_by_kernels_both_ways(layer: Layer) -> set[int]:
+    """Places of what is in memory once it was computed, and is wanted so by the backward pass."""
+    stored = in_memory(layer.linearised.jaxpr)
+    wanted = stored & read_by_kernels(backward_of(layer).closed.jaxpr)
+    return {place for place in layer.kept if place is not None and layer.values[place] in wanted}
+
+
+def _is_repeated(eqn: Any) -> bool:
+    """Whether a compiler computes it in each of those that read it."""
+    return kind_of(eqn) in ("fused", "view") and eqn.primitive.name not in _EXPENSIVE
