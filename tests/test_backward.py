@@ -1,0 +1,156 @@
+"""The order of a backward pass: what is computed again stands where it is read, and waits there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from menagerie import assert_same, exact_jit
+from test_straight import SHAPES, arrays, code_of
+
+import jaxmem
+from jaxmem import _jax
+from jaxmem.backward import backward_of, pulled_back_in_turn
+from jaxmem.execute import state
+from jaxmem.layer import Layer
+from jaxmem.roofline import Roofline
+from jaxmem.solve.keep import menu
+from jaxmem.straight import Piece, StraightPlan, run
+from jaxmem.values import graph_of
+
+ANY = Roofline(matrix_peak=1e15, bandwidth=1e12)
+
+
+def layers(shape: str) -> list[Layer]:
+    """The code of a function as one layer, keeping less and less."""
+    code = code_of(SHAPES[shape], *arrays())
+    layer = code.layer(0, len(code))
+    return [layer.keeping(keep.kept) for keep in menu(graph_of(layer, ANY), points=2)]
+
+
+def inputs(shape: str) -> list[jax.Array]:
+    """What such a layer takes, in its order."""
+    code = code_of(SHAPES[shape], *arrays())
+    values = dict(zip(code.closed.jaxpr.invars, jax.tree.leaves(arrays()), strict=True))
+    return [values[var] for var in code.reads(0, len(code))]
+
+
+# ---------------------------------------------------------------- the order
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_read_was_made_before(shape: str) -> None:
+    for layer in layers(shape):
+        backward = backward_of(layer, in_turn=True)
+        jaxpr = backward.closed.jaxpr
+        known = {*jaxpr.invars, *jaxpr.constvars}
+        made = []
+        for eqn in jaxpr.eqns:
+            assert all(_jax.is_literal(atom) or atom in known for atom in eqn.invars)
+            known.update(eqn.outvars)
+            made += eqn.outvars
+        assert len(made) == len(set(made))
+        assert all(_jax.is_literal(atom) or atom in known for atom in jaxpr.outvars)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_computed_again_once(shape: str) -> None:
+    for layer in layers(shape):
+        ways = backward_of(layer), backward_of(layer, in_turn=True)
+        few, many = ([str(e.primitive) for e in way.closed.jaxpr.eqns] for way in ways)
+        assert few.count("dot_general") == many.count("dot_general")
+        assert len(few) <= len(many) <= 3 * len(few)
+
+
+def test_elementwise_results_are_computed_for_each_reader() -> None:
+    def fn(w, h):
+        y = h @ w
+        z = jax.nn.relu(y - y.mean(-1, keepdims=True))
+        return (z @ w).sum()
+
+    w, h = arrays()[0]["ws"][0], arrays()[1]
+    code = code_of(fn, w, h)
+    layer = code.layer(0, len(code))
+    products = [
+        place
+        for place, var in enumerate(layer.values)
+        if (eqn := layer.made_by(var)) is not None and eqn.primitive.name == "dot_general"
+    ]
+    backward = backward_of(layer.keeping(products), in_turn=True)
+    names = [str(eqn.primitive) for eqn in backward.closed.jaxpr.eqns]
+    # Once for the product that reads z, once for the derivative of the relu.
+    assert names.count("sub") == 2
+    # A mean is as good as a kernel's result: it is small, and stays.
+    assert names.count("reduce_sum") == [
+        str(e.primitive) for e in (backward_of(layer.keeping(products)).closed.jaxpr.eqns)
+    ].count("reduce_sum")
+    assert "dot_general" in {names[turn.operation] for turn in backward.turns if turn.waits}
+
+
+def test_long_chains_of_small_operations() -> None:
+    def fn(h):
+        for _ in range(1500):
+            h = jnp.sin(h)
+        return h
+
+    code = code_of(fn, arrays()[1])
+    layer = code.layer(0, len(code))
+    assert backward_of(layer.keeping(()), in_turn=True).turns
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_the_layer(shape: str) -> None:
+    flat = inputs(shape)
+    for layer in layers(shape):
+        consts, _, x = layer.body.split_in(flat)
+        outs, _, tape = layer.tape(consts, flat[len(consts) :], x)
+
+        def pulled(pull, layer=layer, consts=consts, x=x, tape=tape):
+            cts = [jnp.full(aval.shape, 0.5, aval.dtype) for aval in layer.body.jaxpr.out_avals]
+            cts = [ct for ct, wrt in zip(cts, layer.wrt.outs, strict=True) if wrt]
+            split = sum(layer.wrt.outs[: layer.body.num_carry])
+            return exact_jit(lambda *given: pull(layer, *given))(
+                consts, x, tape, cts[:split], cts[split:]
+            )
+
+        assert_same(pulled(pulled_back_in_turn), pulled(Layer.pullback))
+        assert outs is not None
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_what_waits_is_not_alive_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are kept, and norms between them computed again: each in its turn, one at a time."""
+
+    def fn(ws, h):
+        for w in ws:
+            y = h @ w
+            y = y - y.mean(-1, keepdims=True)
+            h = jax.nn.relu(y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5))
+        return jnp.square(h).mean()
+
+    width, rows, depth = 1024, 16384, 12
+    spec = (
+        [jax.ShapeDtypeStruct((width, width), jnp.float32)] * depth,
+        jax.ShapeDtypeStruct((rows, width), jnp.float32),
+    )
+    code = code_of(fn, *spec)
+    products = [at for at, e in enumerate(code.eqns) if e.primitive.name == "dot_general"]
+    plan = StraightPlan(len(code), (Piece(0, len(code), keep=tuple(products)),))
+
+    def loss(ws, h):
+        return run(code, plan, jax.tree.leaves((ws, h)))[0]
+
+    def needed() -> int:
+        return jaxmem.memory_report(jax.grad(loss), *spec, target="h100-80g").temp_bytes
+
+    in_turn = needed()
+    monkeypatch.setattr(state, "pulled_back_in_turn", Layer.pullback)
+    at_once = needed()
+    array = rows * width * 4
+    assert in_turn < at_once - 4 * array
+    assert np.isfinite(in_turn)
