@@ -267,6 +267,11 @@ def renamed(eqn: Eqn, ins: Sequence[Any], outs: Sequence[Any]) -> Eqn:
     return eqn.replace(invars=list(ins), outvars=list(outs))
 
 
+def is_dropped(var: Any) -> bool:
+    """Whether nobody reads this result of an equation."""
+    return isinstance(var, core.DropVar)
+
+
 def another(var: Any) -> Any:
     """A new variable of the type of this one."""
     return core.Var(var.aval)

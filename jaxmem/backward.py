@@ -31,7 +31,8 @@ class Turn:
       again: places of operations, which stand in front of it.
       operation: its place.
       anew: whether what was computed again so far, and is no kernel's, is forgotten before it.
-      waits: for which gradients `again` has to wait, as it makes something large.
+      waits: for what `again` has to wait, as it makes something large: the gradients that it
+        is for, and what the kernel before made, so that branches come one after the other.
       first: gradients that wait for the operation, which is done with something large.
     """
 
@@ -109,7 +110,10 @@ def pulled_back_in_turn(
         if turn.again:
             again = [closed.jaxpr.eqns[at] for at in turn.again]
             reads = [var for var in _read(again) if var not in behind]
-            later = after([values[var] for var in turn.waits], [values[var] for var in reads])
+            waits, later = _tied(
+                [values[var] for var in turn.waits], [values[var] for var in reads]
+            )
+            values.update(zip(turn.waits, waits, strict=True))
             behind.update(zip(reads, later, strict=True))
             with jax.named_scope(_jax.RECOMPUTED):
                 found = _jax.evaluate_each(again, behind)
@@ -119,9 +123,9 @@ def pulled_back_in_turn(
         eqn = closed.jaxpr.eqns[turn.operation]
         values.update(_jax.evaluate_each([eqn], values))
         if turn.first:
-            done = [values[var] for var in eqn.outvars if var in values]
-            later = after(done, [values[var] for var in turn.first])
-            values.update(zip(turn.first, later, strict=True))
+            outs = [var for var in eqn.outvars if not _jax.is_dropped(var)]
+            done, later = _tied([values[var] for var in outs], [values[var] for var in turn.first])
+            values.update(zip([*outs, *turn.first], [*done, *later], strict=True))
     cts = iter([a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars])
     flat = [next(cts) if wrt else None for wrt in layer.wrt.ins]
     return tuple([ct for ct in part if ct is not None] for part in layer.body.split_in(flat))  # pyright: ignore[reportReturnType]
@@ -144,6 +148,25 @@ def after(first: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Both, behind a barrier: the values are there only once the first are.
+
+    What of a barrier's results nobody reads XLA takes out of it, so that all are to be used.
+    """
+    found, before = list(values), list(first)
+    for kind in dict.fromkeys(map(_jax.varying, values)):
+        places = [place for place, value in enumerate(values) if _jax.varying(value) == kind]
+        same = [place for place, value in enumerate(before) if _jax.varying(value) == kind]
+        several = [*(before[place] for place in same), *(values[place] for place in places)]
+        parted = lax.optimization_barrier(several)
+        for place, value in zip(same, parted[: len(same)], strict=True):
+            before[place] = value
+        for place, value in zip(places, parted[len(same) :], strict=True):
+            found[place] = value
+    return before, found
+
 
 # What is smaller than this part of the gradient need not wait for it.
 _LARGE = 16
@@ -173,6 +196,9 @@ class _Order:
         self._used: set[Any] = set()
         self._large: set[Any] = set()
         self._following = set(gradients)
+        # What the last kernel made, and whether it stands right in front.
+        self._before: tuple[Any, ...] = ()
+        self._ended = False
         for eqn in jaxpr.eqns[count:]:
             self._place(eqn)
         # Gradients that are results of the forward pass as they stand.
@@ -217,7 +243,7 @@ class _Order:
                 again=range(start, len(self.eqns)),
                 operation=len(self.eqns),
                 anew=anew or self._ended,
-                waits=tuple(gradients) if large else (),
+                waits=(*gradients, *self._before) if large else (),
                 first=tuple(gradients) if done else (),
             )
         )
@@ -226,9 +252,8 @@ class _Order:
             self._following.update(eqn.outvars)
         if kernel:
             self._now.clear()
+            self._before = tuple(var for var in eqn.outvars if not _jax.is_dropped(var))
         self._ended = kernel
-
-    _ended = False
 
     def _wanted(self, atoms: Iterable[Any]) -> list[int]:
         """Places of what has to be computed again for these to be there."""

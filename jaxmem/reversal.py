@@ -46,22 +46,27 @@ def loose_bytes(layer: Layer, graph: Graph, rounds_operands: bool = False) -> in
     return peak_alive(backward.closed, held=backward.tape, rounds_operands=rounds_operands)
 
 
-def without_checkpoint(layer: Layer, graph: Graph) -> Keep:
+def without_checkpoint(layer: Layer, graph: Graph, dear: int = 0) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
-    Kept is what kernels read on the way there and on the way back.  Of all else a compiler, outside
-    of loops, computes again by itself, inside of what reads it, whatever is elementwise and cheap;
-    so kept is the least from which it follows by such operations.
+    Kept is what kernels read on the way there and on the way back.  All else that is elementwise
+    a compiler computes again by itself, outside of loops, inside of what reads it, if at most
+    `dear` operations between what is in memory and that are not cheap; so of the rest kept is the
+    least from which it follows by such operations.  In straight-line code the tanh of a gelu is
+    computed again; the one layer beside a loop is foretold better with none.
     """
     unnamed = unnamed_places(layer)
     anyway = frozenset(unnamed[place] for place in _read_by_kernels_both_ways(layer)) - graph.free
+    repeated = _repeated(layer.linearised.jaxpr, dear)
     operations = tuple(
         Operation(
             inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
             outputs=one.outputs,
-            seconds=0.0 if _is_repeated(eqn) else one.seconds,
+            seconds=0.0 if at in repeated else one.seconds,
         )
-        for one, eqn in zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
+        for at, (one, eqn) in enumerate(
+            zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
+        )
         if _jax.name_given_by(eqn) is None
     )
     everywhere = frozenset(range(len(graph.bytes)))
@@ -98,6 +103,19 @@ def _read_by_kernels_both_ways(layer: Layer) -> set[int]:
     return {place for place in layer.kept if place is not None and layer.values[place] in wanted}
 
 
-def _is_repeated(eqn: Any) -> bool:
-    """Whether a compiler computes it in each of those that read it."""
-    return kind_of(eqn) in ("fused", "view") and eqn.primitive.name not in _EXPENSIVE
+def _repeated(jaxpr: Any, dear: int) -> set[int]:
+    """Places of the operations that a compiler does again inside of those that read them."""
+    stored = in_memory(jaxpr)
+    # Which operations that are not cheap are done again for a value that is not in memory.
+    behind: dict[Any, frozenset[int]] = {}
+    found = set()
+    for at, eqn in enumerate(jaxpr.eqns):
+        atoms = filter(_jax.is_var, eqn.invars)
+        again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
+        if eqn.primitive.name in _EXPENSIVE:
+            again |= {at}
+        repeated = kind_of(eqn) in ("fused", "view") and len(again) <= dear
+        if repeated:
+            found.add(at)
+            behind.update((var, again) for var in eqn.outvars if var not in stored)
+    return found

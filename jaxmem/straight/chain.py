@@ -167,7 +167,7 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
         size // 2 if layer.values[place] in outs else size for place, size in enumerate(graph.bytes)
     )
     graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
-    as_it_stands = without_checkpoint(layer, graph)
+    as_it_stands = without_checkpoint(layer, graph, dear=1)
     options = [keep for keep in menu(graph, points=points) if keep.bytes < as_it_stands.bytes]
     if points == 0:
         options = options[-1:]
