@@ -50,7 +50,8 @@ class Backward:
     Attributes:
       closed: its operations.
       consts, xs, tape, gradients: its inputs.
-      turns: its operations in groups, if it goes by turns.
+      turns: its operations in groups, if it goes by turns; what follows the last one belongs to
+        none.
     """
 
     closed: ClosedJaxpr
@@ -126,6 +127,8 @@ def pulled_back_in_turn(
             outs = [var for var in eqn.outvars if not _jax.is_dropped(var)]
             done, later = _tied([values[var] for var in outs], [values[var] for var in turn.first])
             values.update(zip([*outs, *turn.first], [*done, *later], strict=True))
+    done = backward.turns[-1].operation + 1 if backward.turns else 0
+    values.update(_jax.evaluate_each(closed.jaxpr.eqns[done:], values))
     cts = iter([a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars])
     flat = [next(cts) if wrt else None for wrt in layer.wrt.ins]
     return tuple([ct for ct in part if ct is not None] for part in layer.body.split_in(flat))  # pyright: ignore[reportReturnType]
@@ -196,14 +199,14 @@ class _Order:
         self._used: set[Any] = set()
         self._large: set[Any] = set()
         self._following = set(gradients)
-        # What the last kernel made, and whether it stands right in front.
+        # What the last kernel made, what follows from that, and whether it stands right in front.
         self._before: tuple[Any, ...] = ()
+        self._behind: set[Any] = set()
         self._ended = False
         for eqn in jaxpr.eqns[count:]:
             self._place(eqn)
-        # Gradients that are results of the forward pass as they stand.
-        if rest := self._wanted(filter(_jax.is_var, jaxpr.outvars)):
-            self._compute(rest)
+        # Gradients that are values of the forward pass as they stand.
+        self._compute(self._wanted(filter(_jax.is_var, jaxpr.outvars)))
 
     def _lasts(self) -> set[Any]:
         """What is computed again once: kernels' results, and what reads much."""
@@ -226,24 +229,24 @@ class _Order:
         atoms = list(dict.fromkeys(filter(_jax.is_var, eqn.invars)))
         gradients = [atom for atom in atoms if atom in self._following]
         size = max(map(_bytes, gradients), default=0)
+        kernel = kind_of(eqn) == "kernel"
         wanted = self._wanted(atoms)
-        large = self._stored_among(wanted, size)
+        large = self._made_large(wanted, size, kernel)
         if anew := bool(large and self._now):
             self._now.clear()
             wanted = self._wanted(atoms)
-            large = self._stored_among(wanted, size)
+            large = self._made_large(wanted, size, kernel)
         start = len(self.eqns)
         self._compute(wanted)
         self._large.update(self._called(var) for var in large)
         ins = [self._called(a) if _jax.is_var(a) else a for a in eqn.invars]
-        kernel = kind_of(eqn) == "kernel"
         done = kernel and any(_jax.is_var(a) and a in self._large for a in ins)
         self.turns.append(
             Turn(
                 again=range(start, len(self.eqns)),
                 operation=len(self.eqns),
                 anew=anew or self._ended,
-                waits=(*gradients, *self._before) if large else (),
+                waits=self._waits(gradients) if large else (),
                 first=tuple(gradients) if done else (),
             )
         )
@@ -253,7 +256,16 @@ class _Order:
         if kernel:
             self._now.clear()
             self._before = tuple(var for var in eqn.outvars if not _jax.is_dropped(var))
+            self._behind = set(self._before)
+        elif any(atom in self._behind for atom in atoms):
+            self._behind.update(eqn.outvars)
         self._ended = kernel
+
+    def _waits(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """These gradients, and the last kernel, if they are there without it."""
+        if any(atom in self._behind for atom in gradients):
+            return tuple(gradients)  # more in the barrier would be alive for nothing
+        return (*gradients, *self._before)
 
     def _wanted(self, atoms: Iterable[Any]) -> list[int]:
         """Places of what has to be computed again for these to be there."""
@@ -268,9 +280,15 @@ class _Order:
                 pending += filter(_jax.is_var, self._again[at].invars)
         return sorted(found)
 
-    def _stored_among(self, wanted: Sequence[int], size: int) -> list[Any]:
-        """What of it is in memory, and not small beside the gradient."""
-        made = [var for at in wanted for var in self._again[at].outvars]
+    def _made_large(self, wanted: Sequence[int], size: int, for_kernel: bool) -> list[Any]:
+        """What of it will be in memory, and is not small beside the gradient.
+
+        What is elementwise and not for a kernel is fused into what it is for.
+        """
+        eqns = [self._again[at] for at in wanted]
+        if not for_kernel and all(kind_of(eqn) != "kernel" for eqn in eqns):
+            return []
+        made = [var for eqn in eqns for var in eqn.outvars]
         return [var for var in made if var in self._stored and _bytes(var) * _LARGE >= size]
 
     def _compute(self, wanted: Sequence[int]) -> None:
