@@ -13,6 +13,7 @@ from jaxmem.problem import Graph
 from jaxmem.reversal import reversal_bytes, without_checkpoint
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chain
+from jaxmem.solve.cover import settle
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.straight.code import Code
 from jaxmem.straight.plan import Piece, StraightPlan
@@ -168,7 +169,17 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     )
     graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
     as_it_stands = without_checkpoint(layer, graph, dear=1)
-    options = [keep for keep in menu(graph, points=points) if keep.bytes < as_it_stands.bytes]
+    found = list(menu(graph, points=points))
+    if roofline.flops_only and points:
+        # Where elementwise work is free, what keeps more of it and so needs less room while it is
+        # reversed does not stand out: those choices are found by their time.
+        timed = graph_of(layer, dataclasses.replace(roofline, flops_only=False), offload)
+        timed = dataclasses.replace(timed, keepable=graph.keepable, bytes=sizes)
+        others = [(keep.kept, keep.offloaded) for keep in menu(timed, points=points)]
+        known = {(keep.kept, keep.offloaded) for keep in found}
+        again = [settle(graph, *map(frozenset, other)) for other in others if other not in known]
+        found += [keep for keep in again if keep is not None]
+    options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
     if points == 0:
         options = options[-1:]
 
