@@ -96,6 +96,8 @@ class _Lives:
         self._readers: dict[Any, set[int]] = {}
         # Operations that may write over what they read, with what each makes.
         self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
+        # Through a barrier compilers do not see that something is read for the last time.
+        self._passed: set[Any] = set()
         self._held = frozenset(held)
         for var in held:
             self.make(var, 0)
@@ -143,7 +145,8 @@ class _Lives:
             changes[at] += self._bytes(var)
             changes[self._last[var] + 1] -= self._bytes(var)
         for at, behind, made in self._over:
-            ends = [self._bytes(var) for var in behind if self._last[var] == at]
+            over = (var for var in behind if var not in self._passed)
+            ends = [self._bytes(var) for var in over if self._last[var] == at]
             for var in made:
                 if var in self._rounded:
                     self._round_at_once(var, behind, at, changes)
@@ -171,6 +174,7 @@ class _Lives:
         """A value is itself behind a barrier, but a part of something larger is a copy there."""
         behind = self._behind_of(atom)
         self._behind[var] = behind
+        self._passed.update(behind)
         if sum(map(self._bytes, behind)) > self._bytes(var):
             self.read(atom, at)
             self.make(var, at)

@@ -50,6 +50,16 @@ def test_what_is_elementwise_is_written_over_what_it_reads_last():
     assert alive(read_again, X) == 3
 
 
+def test_what_went_through_a_barrier_is_not_written_over():
+    assert alive(lambda x: jnp.sin(lax.optimization_barrier(x @ x)), X) == 2
+
+    def passed_once(x):
+        first = x @ x
+        return jnp.sin(lax.optimization_barrier(first)) * first
+
+    assert alive(passed_once, X) == 2
+
+
 def test_what_is_held_is_there_until_it_is_read_and_can_be_written_over():
     assert alive(lambda x, y: (x @ x) @ y, X, X, held=[1]) == 3
     assert alive(lambda x, y: ((x * y) @ x) @ x, X, X, held=[1]) == 2
