@@ -51,9 +51,8 @@ class Chain:
       table: the plans that no other beats in bytes and seconds.
 
     Args:
-      points: how many options of a link are looked for besides the corners of its hull; with
-        none of them a link keeps all or as little as can be, which is quickly found, and
-        each stands for itself.
+      points: how many options of a link are looked for besides the corners of its hull, which
+        are quickly found.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Chain:
         known: dict[tuple[str, int], Stretch] = {}
         self.stretches: dict[tuple[int, int], Stretch] = {}
         links: dict[tuple[int, int], Link] = {}
-        for first, after in _widths(len(self), wide=points > 0):
+        for first, after in _widths(len(self)):
             layer = code.layer(self.cuts[first], self.cuts[after])
             # What is given to the function is there anyway, what another link gives is not.
             key = layer.digest, layer.body.num_consts
@@ -131,7 +130,7 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
     if len(code.cuts()) - 1 < _FEWEST:
         return None
     chain = Chain(code, _ANY, points=0)
-    forward = sum(stretch.link.seconds for stretch in chain.stretches.values())
+    forward = sum(chain.stretches[k, k + 1].link.seconds for k in range(len(chain)))
     within = [
         size for size, seconds in chain.table.frontier() if seconds <= policy.levels * forward
     ]
@@ -142,14 +141,14 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
 # ---------------------------------------------------------------- implementation
 
 
-def _widths(count: int, wide: bool) -> list[tuple[int, int]]:
+def _widths(count: int) -> list[tuple[int, int]]:
     """First and after of each of so many links; of two, four, eight ... as one, and of all."""
-    found = {(k, k + 1) for k in range(count)}
-    width = 2
-    while wide and width < count:
-        found.update((k, min(k + width, count)) for k in range(0, count - 1, width))
+    found = {(0, count)}
+    width = 1
+    while width < count:
+        found.update((k, min(k + width, count)) for k in range(0, count, width))
         width *= 2
-    return sorted({*found, (0, count)} if wide else found, key=lambda one: one[1] - one[0])
+    return sorted(found, key=lambda one: (one[1] - one[0], one))
 
 
 def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> Stretch:
@@ -180,8 +179,6 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
         again = [settle(graph, *map(frozenset, other)) for other in others if other not in known]
         found += [keep for keep in again if keep is not None]
     options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
-    if points == 0:
-        options = options[-1:]
 
     out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
 
