@@ -279,8 +279,7 @@ def another(var: Any) -> Any:
 
 def reordered(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
     """A jaxpr with its equations in another order, in which each can run."""
-    jaxpr = closed.jaxpr
-    return ClosedJaxpr(jaxpr.replace(eqns=[jaxpr.eqns[at] for at in order]), closed.consts)
+    return with_equations(closed, [closed.jaxpr.eqns[at] for at in order])
 
 
 def followed_by(

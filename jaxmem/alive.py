@@ -109,7 +109,7 @@ class _Lives:
 
     def read(self, atom: Any, at: int) -> frozenset[Any]:
         """What is behind a value is alive until here at least."""
-        behind = self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
+        behind = self._behind_of(atom)
         self._last.update(dict.fromkeys(behind, at))
         return behind
 

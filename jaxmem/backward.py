@@ -129,9 +129,7 @@ def pulled_back_in_turn(
             values.update(zip([*outs, *turn.first], [*done, *later], strict=True))
     done = backward.turns[-1].operation + 1 if backward.turns else 0
     values.update(_jax.evaluate_each(closed.jaxpr.eqns[done:], values))
-    cts = iter([a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars])
-    flat = [next(cts) if wrt else None for wrt in layer.wrt.ins]
-    return tuple([ct for ct in part if ct is not None] for part in layer.body.split_in(flat))  # pyright: ignore[reportReturnType]
+    return layer.by_role(a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars)
 
 
 def after(first: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -216,7 +214,7 @@ class _Order:
             atoms = filter(_jax.is_var, eqn.invars)
             taken = frozenset().union(*(behind.get(a, frozenset([a])) for a in atoms))
             kernel = kind_of(eqn) in ("kernel", "reduction")
-            size = sum(nbytes(var.aval) for var in taken if hasattr(var.aval, "shape"))
+            size = sum(map(_bytes, taken))
             for var in eqn.outvars:
                 stored = var in self._stored
                 if kernel or (stored and size > _LIGHT * _bytes(var)):

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -248,7 +248,11 @@ class Layer:
             residuals = _jax.evaluate(
                 self.linearised, inputs, only=only, given=given, outs=self.residuals
             )
-        cts = iter(jax.tree.unflatten(self._tree, residuals)([*ct_carry, *ct_y]))
+        return self.by_role(jax.tree.unflatten(self._tree, residuals)([*ct_carry, *ct_y]))
+
+    def by_role(self, cotangents: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Cotangents of the differentiated inputs as those of (consts, carry, x)."""
+        cts = iter(cotangents)
         flat = [next(cts) if wrt else None for wrt in self.wrt.ins]
         return tuple([ct for ct in part if ct is not None] for part in self.body.split_in(flat))  # pyright: ignore[reportReturnType]
 

@@ -169,7 +169,7 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
     as_it_stands = without_checkpoint(layer, graph, dear=1)
     found = list(menu(graph, points=points))
-    if roofline.flops_only and points:
+    if roofline.flops_only:
         # Where elementwise work is free, what keeps more of it and so needs less room while it is
         # reversed does not stand out: those choices are found by their time.
         timed = graph_of(layer, dataclasses.replace(roofline, flops_only=False), offload)
