@@ -15,6 +15,7 @@ import pytest
 from budgeted import kinds, plans, problem, question
 from flax import linen as nn
 from flax import nnx
+from grads import microbatches_of
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -23,7 +24,6 @@ from test_composition import DERIVATIVES, dot
 from test_composition import loss as stacked_loss
 from test_composition import make as stacked_arrays
 from test_equivalence import NOT_EXACT
-from test_value_and_grad import microbatches_of
 
 import jaxmem
 from jaxmem import Plan, policies
