@@ -31,7 +31,7 @@ import tyro
 from tqdm import tqdm
 
 from common import picture
-from common.compiling import QUICK, Planned, is_recomputed_by_compiler, planned
+from common.compiling import Planned, compiling, is_recomputed_by_compiler, planned
 from common.table import Record, Table, markdown, versions
 from jaxmem.text import size
 
@@ -98,8 +98,7 @@ class Options:
     @property
     def compiling(self) -> dict[str, Any]:
         """Keywords for whatever compiles."""
-        quick = QUICK if self.small else None
-        return {"target": self.target, "timeout": self.timeout, "compiler_options": quick}
+        return compiling(self.target, self.timeout, self.small)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,7 +163,7 @@ class _Lives:
     def _round_at_once(self, var: Any, behind: frozenset[Any], at: int, changes: list[int]) -> None:
         """What is computed from the result of one product is computed, and rounded, there."""
         for source in behind:
-            if self._readers[source] == {at} and _bytes(source) == _bytes(var):
+            if self._readers[source] == {at} and nbytes(source.aval) == nbytes(var.aval):
                 whole, half = self._bytes(source), self._bytes(var)
                 changes[self._made[source]] += half - whole
                 changes[at] -= half
@@ -183,7 +183,7 @@ class _Lives:
         return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
 
     def _bytes(self, var: Any) -> int:
-        return _bytes(var) // (2 if var in self._rounded else 1)
+        return nbytes(var.aval) // (2 if var in self._rounded else 1)
 
 
 def _rounded(jaxpr: Any) -> set[Any]:
@@ -202,7 +202,3 @@ def _rounded(jaxpr: Any) -> set[Any]:
 def _is_default(precision: Any) -> bool:
     several = precision if isinstance(precision, tuple) else (precision,)
     return all(one in (None, lax.Precision.DEFAULT) for one in several)
-
-
-def _bytes(var: Any) -> int:
-    return nbytes(var.aval) if hasattr(var.aval, "shape") else 0

@@ -214,10 +214,10 @@ class _Order:
             atoms = filter(_jax.is_var, eqn.invars)
             taken = frozenset().union(*(behind.get(a, frozenset([a])) for a in atoms))
             kernel = kind_of(eqn) in ("kernel", "reduction")
-            size = sum(map(_bytes, taken))
+            size = sum(nbytes(var.aval) for var in taken)
             for var in eqn.outvars:
                 stored = var in self._stored
-                if kernel or (stored and size > _LIGHT * _bytes(var)):
+                if kernel or (stored and size > _LIGHT * nbytes(var.aval)):
                     found.add(var)
                 behind[var] = frozenset([var]) if kernel or stored else taken
         return found
@@ -226,7 +226,7 @@ class _Order:
         """One operation that pulls gradients back, with what it needs in front."""
         atoms = list(dict.fromkeys(filter(_jax.is_var, eqn.invars)))
         gradients = [atom for atom in atoms if atom in self._following]
-        size = max(map(_bytes, gradients), default=0)
+        size = max((nbytes(var.aval) for var in gradients), default=0)
         kernel = kind_of(eqn) == "kernel"
         wanted = self._wanted(atoms)
         large = self._made_large(wanted, size, kernel)
@@ -287,7 +287,7 @@ class _Order:
         if not for_kernel and all(kind_of(eqn) != "kernel" for eqn in eqns):
             return []
         made = [var for eqn in eqns for var in eqn.outvars]
-        return [var for var in made if var in self._stored and _bytes(var) * _LARGE >= size]
+        return [var for var in made if var in self._stored and nbytes(var.aval) * _LARGE >= size]
 
     def _compute(self, wanted: Sequence[int]) -> None:
         for at in wanted:
@@ -308,7 +308,3 @@ def _read(eqns: Sequence[Any]) -> list[Any]:
     made = {var for eqn in eqns for var in eqn.outvars}
     atoms = (atom for eqn in eqns for atom in eqn.invars)
     return [a for a in dict.fromkeys(filter(_jax.is_var, atoms)) if a not in made]
-
-
-def _bytes(var: Any) -> int:
-    return nbytes(var.aval) if hasattr(var.aval, "shape") else 0

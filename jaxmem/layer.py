@@ -127,8 +127,9 @@ class Layer:
 
     @functools.cached_property
     def digest(self) -> str:
-        """What tells this layer from others: types, operations, and what is differentiated."""
-        return _jax.digest(self.linearised, str(self.wrt))
+        """What tells this layer from others: types, operations, roles, what is differentiated."""
+        roles = self.body.num_consts, self.body.num_carry
+        return _jax.digest(self.linearised, f"{roles} {self.wrt}")
 
     @functools.cached_property
     def transposed(self) -> ClosedJaxpr:
@@ -304,7 +305,12 @@ class Layer:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an abstract array; a dimension that is a symbol, under jax.export, counts as 1."""
+    """Bytes of an abstract array, 0 for what is none (a token).
+
+    A dimension that is a symbol, under jax.export, counts as 1.
+    """
+    if not hasattr(aval, "shape"):
+        return 0
     return math.prod(d for d in aval.shape if isinstance(d, int)) * aval.dtype.itemsize
 
 

@@ -7,7 +7,6 @@ mask in place of the mask.
 """
 
 import dataclasses
-from typing import Any
 
 from jaxmem import _jax
 from jaxmem.alive import in_memory
@@ -46,7 +45,7 @@ class LayerValue:
 def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
     """The values of a layer and their makers, indices being places in `layer.values`."""
     places = {var: place for place, var in enumerate(layer.values)}
-    sizes = [_bytes(var) for var in layer.values]
+    sizes = [nbytes(var.aval) for var in layer.values]
     stored = in_memory(layer.linearised.jaxpr)
     free = frozenset(places[var] for var in free_values(layer) if var in places)
     operations = [
@@ -88,7 +87,7 @@ def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
         name=name,
         source="" if made_by is None else source_line(made_by),
         shape=f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
-        bytes=_bytes(var),
+        bytes=nbytes(var.aval),
         seconds=0.0 if made_by is None else roofline.operation(made_by),
     )
 
@@ -104,7 +103,3 @@ def unnamed_places(layer: Layer) -> list[int]:
 
 
 # ---------------------------------------------------------------- implementation
-
-
-def _bytes(var: Any) -> int:
-    return nbytes(var.aval) if hasattr(var.aval, "shape") else 0

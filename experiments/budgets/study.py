@@ -27,7 +27,7 @@ from budgets.table import (
     Row,
     asked,
 )
-from common.compiling import QUICK, Planned, is_recomputed_by_compiler, planned
+from common.compiling import Planned, compiling, is_recomputed_by_compiler, planned
 from common.table import Table, versions
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -156,9 +156,8 @@ class Study:
 
     @property
     def _compiling(self) -> dict[str, Any]:
-        quick = QUICK if self.options.small else None
         options = self.options
-        return {"target": options.target, "timeout": options.timeout, "compiler_options": quick}
+        return compiling(options.target, options.timeout, options.small)
 
     def _planned(
         self, net: Net, budget: int | None, microbatches: int, cost: Literal["flops", "roofline"]

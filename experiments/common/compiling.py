@@ -31,6 +31,12 @@ class Planned:
 # ---------------------------------------------------------------- API
 
 
+def compiling(target: str, timeout: float, small: bool) -> dict[str, Any]:
+    """Keywords for what compiles one program; `small` ones are only to be seen to work."""
+    quick = QUICK if small else None
+    return {"target": target, "timeout": timeout, "compiler_options": quick}
+
+
 def planned(job: jaxmem.Job, budget: int, **options: Any) -> Planned:
     """A job within a budget; `options` are those of `jaxmem.fit`."""
     try:

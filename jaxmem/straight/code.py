@@ -54,10 +54,7 @@ class Code:
         """Places to cut at, among them 0 and the end; at most so many stretches."""
         count = len(self)
         sizes = [self.alive_bytes(at) for at in range(count + 1)]
-        made = [
-            sum(nbytes(v.aval) for v in eqn.outvars if hasattr(v.aval, "shape"))
-            for eqn in self.eqns
-        ]
+        made = [sum(nbytes(var.aval) for var in eqn.outvars) for eqn in self.eqns]
         total = [0]
         for size in made:
             total.append(total[-1] + size)
