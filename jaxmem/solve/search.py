@@ -68,10 +68,26 @@ def search(
             high = guess
         else:
             low = guess
+    # A plan that was foretold to be smaller than another may be larger in truth: before nothing is
+    # said to fit, others that were foretold to fit, or nearly, are asked for.
+    while high == len(predicted) and len(seen) < most:
+        near = [k for k in range(high) if k not in seen and predicted[k] <= budget * _NEARLY]
+        if not near:
+            break
+        guess = min(near, key=lambda k: expected(k, predicted, seen))
+        seen[guess] = compiled(guess)
+        if seen[guess] <= budget:
+            high = guess
     if high == len(predicted) and 0 not in seen and predicted and len(seen) < most:
         seen[0] = compiled(0)  # where loops are small, nothing computed again can be the least
     fits = [rung for rung, size in seen.items() if size <= budget]
-    return Found(min(fits, default=None), seen, high - low == 1)
+    rung = min(fits, default=None)
+    closed = rung is not None and (rung == 0 or seen.get(rung - 1, budget) > budget)
+    return Found(rung, seen, closed)
+
+
+# Predictions are this far off at times.
+_NEARLY = 1.1
 
 
 def expected(rung: int, predicted: Sequence[int], seen: Mapping[int, int]) -> int:
