@@ -49,7 +49,8 @@ def loose_bytes(layer: Layer, graph: Graph, rounds_operands: bool = False) -> in
 def without_checkpoint(layer: Layer, graph: Graph, dear: int = 0) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
-    Kept is what kernels read on the way there and on the way back.  All else that is elementwise
+    Kept is what kernels read on the way there and on the way back.  What only the way back needs,
+    masks and counts, is computed there.  All else that is elementwise
     a compiler computes again by itself, outside of loops, inside of what reads it, if at most
     `dear` operations between what is in memory and that are not cheap; so of the rest kept is the
     least from which it follows by such operations.  In straight-line code the tanh of a gelu is
@@ -57,7 +58,8 @@ def without_checkpoint(layer: Layer, graph: Graph, dear: int = 0) -> Keep:
     """
     unnamed = unnamed_places(layer)
     anyway = frozenset(unnamed[place] for place in _read_by_kernels_both_ways(layer)) - graph.free
-    repeated = _repeated(layer.linearised.jaxpr, dear)
+    late = _for_the_way_back(layer)
+    repeated = _repeated(layer.linearised.jaxpr, dear) | late
     operations = tuple(
         Operation(
             inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
@@ -69,7 +71,8 @@ def without_checkpoint(layer: Layer, graph: Graph, dear: int = 0) -> Keep:
         )
         if _jax.name_given_by(eqn) is None
     )
-    everywhere = frozenset(range(len(graph.bytes)))
+    made_late = {var for at in late for var in layer.linearised.jaxpr.eqns[at].outvars}
+    everywhere = frozenset(place for place, var in enumerate(layer.values) if var not in made_late)
     plain = Graph(
         bytes=graph.bytes,
         operations=operations,
@@ -101,6 +104,21 @@ def _read_by_kernels_both_ways(layer: Layer) -> set[int]:
     stored = in_memory(layer.linearised.jaxpr)
     wanted = stored & read_by_kernels(backward_of(layer).closed.jaxpr)
     return {place for place in layer.kept if place is not None and layer.values[place] in wanted}
+
+
+def _for_the_way_back(layer: Layer) -> frozenset[int]:
+    """Places of the operations of which only the backward pass reads the results.
+
+    Smaller as these may be, compilers make them no earlier, inside of what reads them if they can.
+    """
+    closed = layer.linearised
+    results = closed.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
+    ahead = _jax.needed(closed, results, keep_effects=True)
+    return frozenset(
+        at
+        for at, eqn in enumerate(closed.jaxpr.eqns)
+        if at not in ahead and kind_of(eqn) != "kernel"
+    )
 
 
 def _repeated(jaxpr: Any, dear: int) -> set[int]:

@@ -126,6 +126,18 @@ def test_pareto(found: list[Candidate]) -> None:
         assert any(b.bytes <= one.bytes and b.seconds <= one.seconds for b in best)
 
 
+def test_gradients_that_come_with_the_loops_are_not_there_before() -> None:
+    """Three layers in a loop, behind them one that keeps everything and is reversed first."""
+    choices = [Choice(100, 0.0, 10), Choice(10, 5.0, 20)]
+
+    def bytes_of(later: int) -> int:
+        found = candidates(4, 10**6, 1e6, choices, later_bytes=later)
+        (tail,) = (c for c in found if c.runs == ((3, 1), (1, 0)))
+        return tail.bytes
+
+    assert [bytes_of(later) for later in (0, 50, 90)] == [130, 80, 50]
+
+
 # ---------------------------------------------------------------- several stacks
 
 SMALL = st.lists(
@@ -251,6 +263,15 @@ def test_six_compiles_answer_as_one_in_any_order(
     assert all(one.rung is not None for one in found)
     closed = [one.rung for one in found if one.closed and one.rung is not None]
     assert closed == sorted(closed, reverse=True)
+
+
+def test_a_plan_foretold_to_need_more_may_need_less() -> None:
+    """VGG-19's, of which the smaller half were foretold a sixth too small."""
+    predicted = [22_93, 22_65, 20_95, 19_54, 18_71, 17_28, 16_45, 16_36, 16_15, 15_49, 14_93]
+    truth = [24_35, 23_22, 20_96, 19_49, 18_18, 17_42, 15_92, 19_48, 19_48, 18_35, 17_22]
+    assert search(predicted, 16_00, truth.__getitem__).rung == 6
+    # Where nothing was foretold to come near, the compiler is not asked for long.
+    assert len(search(predicted, 10_00, truth.__getitem__).seen) == 2
 
 
 def test_one_rung() -> None:

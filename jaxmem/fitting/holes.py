@@ -36,7 +36,6 @@ class Hole:
 
     Attributes:
       digest, inputs, where: see `HolePlan`.
-      candidates: the plans that no other beats in bytes and seconds, fastest first.
       param_bytes: of gradients that have to be there all at once, stacked.
       met: what tells the regions of the step that this is from each other.
       shards: on how many devices it runs side by side, each with arrays of its own.
@@ -45,7 +44,6 @@ class Hole:
     digest: str
     inputs: tuple[str, ...]
     where: str
-    candidates: tuple[Candidate, ...]
     param_bytes: int
     met: list[Any]
     shards: int = dataclasses.field(default_factory=_jax.shards)
@@ -54,6 +52,15 @@ class Hole:
     def times(self) -> int:
         """How many regions of the step this is."""
         return len(self.met)
+
+    def candidates(self, later_bytes: int) -> tuple[Candidate, ...]:
+        """The plans that no other beats in bytes and seconds, fastest first.
+
+        Args:
+          later_bytes: of gradients that are counted elsewhere, as there all the time, and are made
+            when the backward pass comes to the first loop.
+        """
+        raise NotImplementedError
 
     def plan(self, candidate: Candidate) -> HolePlan:
         """A candidate as the plan that is applied."""
@@ -76,6 +83,7 @@ class StackHole(Hole):
       length: number of layers.
       keeps: the options of a layer, what is kept of it in each; None for everything.
       choices: their bytes and seconds.
+      carry_bytes, forward_seconds, loose_bytes: see `jaxmem.solve.stacks.candidates`.
       values: the layer's values, by place, as a reader is told of them.
       graph: the layer as the solver saw it.
     """
@@ -83,8 +91,21 @@ class StackHole(Hole):
     length: int
     keeps: tuple[Keep | None, ...]
     choices: tuple[Choice, ...]
+    carry_bytes: int
+    forward_seconds: float
+    loose_bytes: int
     values: tuple[LayerValue, ...]
     graph: Graph
+
+    def candidates(self, later_bytes: int) -> tuple[Candidate, ...]:
+        return candidates(
+            self.length,
+            self.carry_bytes,
+            self.forward_seconds,
+            self.choices,
+            self.loose_bytes,
+            later_bytes,
+        )
 
     def plan(self, candidate: Candidate) -> HolePlan:
         return HolePlan(self.digest, self.inputs, self.where, self._plan(candidate))
@@ -124,12 +145,17 @@ class StraightHole(Hole):
     """Code without a stack.
 
     Attributes:
+      found: its candidates.
       chain: the code, cut into links.
       values: of each stretch, by its layer's digest, the values by place.
     """
 
+    found: tuple[Candidate, ...]
     chain: Chain
     values: dict[str, tuple[LayerValue, ...]]
+
+    def candidates(self, later_bytes: int) -> tuple[Candidate, ...]:
+        return self.found
 
     def plan(self, candidate: Candidate) -> HolePlan:
         plan = self.chain.plan(self._steps(candidate))
@@ -225,7 +251,6 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
         ),
     )
     _, _, x = layer.body.split_in(layer.body.jaxpr.in_avals)
-    forward = sum(operation.seconds for operation in graph.operations)
     return StackHole(
         digest=layer.digest,
         inputs=input_types(layer),
@@ -233,13 +258,9 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
         length=length,
         keeps=keeps,
         choices=choices,
-        candidates=candidates(
-            length,
-            sizes.carry_bytes,
-            forward,
-            choices,
-            loose_bytes=loose_bytes(layer, graph, rounds),
-        ),
+        carry_bytes=sizes.carry_bytes,
+        forward_seconds=sum(operation.seconds for operation in graph.operations),
+        loose_bytes=loose_bytes(layer, graph, rounds),
         values=tuple(described(layer, place, roofline) for place in range(len(layer.values))),
         graph=graph,
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
@@ -266,7 +287,7 @@ def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) ->
         digest=code.digest,
         inputs=tuple(aval.str_short() for aval in code.closed.in_avals),
         where=re.sub(r"\(.*[/\\]", "(", label),  # the file's name alone
-        candidates=tuple(reversed(found)),
+        found=tuple(reversed(found)),
         param_bytes=0,  # one by one such gradients go into their update
         met=[code],
         chain=chain,

@@ -33,7 +33,7 @@ class StepProblem:
     Attributes:
       program: the step as traced, everything kept.
       holes: its decorated stacks, in order.
-      options: of each hole, the candidates of all of its stacks together.
+      candidates: of each hole.
       rungs: plans of the step, fastest first.
       others: about what the step needs besides.
       devices: over how many devices its arrays are spread.
@@ -41,7 +41,7 @@ class StepProblem:
 
     program: Program
     holes: tuple[Hole, ...]
-    options: tuple[tuple[Candidate, ...], ...]
+    candidates: tuple[tuple[Candidate, ...], ...]
     rungs: tuple[Rung, ...]
     others: int
     devices: int
@@ -62,8 +62,8 @@ class StepProblem:
     def planned(self, rung: int) -> tuple[Planned, ...]:
         picks = self.rungs[rung].picks
         return tuple(
-            Planned(hole, hole.candidates[pick])
-            for hole, pick in zip(self.holes, picks, strict=True)
+            Planned(hole, candidates[pick])
+            for hole, candidates, pick in zip(self.holes, self.candidates, picks, strict=True)
         )
 
     def report(self, ask: Question, rung: int) -> MemoryReport:
@@ -101,13 +101,16 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     holes = tuple(collector.holes.values())
     if not holes:
         raise ValueError(_nothing_to_plan(program))
-    options = tuple(
-        tuple(_several(c, hole.times, hole.shards) for c in hole.candidates) for hole in holes
-    )
-    others = _others(program, sum(hole.param_bytes for hole in holes))
+    fixed, gradients = _others(program, sum(hole.param_bytes for hole in holes))
+    candidates = tuple(hole.candidates(min(gradients, hole.param_bytes)) for hole in holes)
+    options = [
+        [_several(candidate, hole.times, hole.shards) for candidate in own]
+        for hole, own in zip(holes, candidates, strict=True)
+    ]
+    others = fixed + gradients
     rungs = ladder(together(options), others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
-    return StepProblem(program, holes, options, rungs, others, _devices(ask), name)
+    return StepProblem(program, holes, candidates, rungs, others, _devices(ask), name)
 
 
 # ---------------------------------------------------------------- implementation
@@ -137,12 +140,13 @@ def _several(candidate: Candidate, times: int, shards: int) -> Candidate:
     )
 
 
-def _others(program: Program, gradients: int) -> int:
-    """Arguments, results that take no argument's place, and gradients that are no result."""
+def _others(program: Program, gradients: int) -> tuple[int, int]:
+    """Bytes of arguments and results that take no argument's place; of gradients, none of these."""
     arguments = sum(argument.bytes for argument in program.arguments)
     donated = sum(argument.bytes for argument in program.arguments if argument.donated)
-    outputs = sum(nbytes(a) for a in program.jaxpr.out_avals if hasattr(a, "shape"))
-    return arguments + max(outputs - donated, 0, gradients)
+    outputs = sum(map(nbytes, program.jaxpr.out_avals))
+    results = max(outputs - donated, 0)
+    return arguments + results, max(gradients - results, 0)
 
 
 def _devices(ask: Question) -> int:

@@ -72,6 +72,7 @@ def candidates(
     forward_seconds: float,
     choices: Sequence[Choice],
     loose_bytes: int | None = None,
+    later_bytes: int = 0,
 ) -> tuple[Candidate, ...]:
     """The plans that no other one beats in both bytes and seconds, fastest (and largest) first.
 
@@ -82,6 +83,8 @@ def candidates(
       choices: of a layer; the first keeps all that its backward pass reads.
       loose_bytes: what that is for a single layer, which is in no loop, so that a compiler need
         not store what it can fuse; all of it by default.
+      later_bytes: of what is counted elsewhere, as there all the time, and is made only when
+        the backward pass comes to the first loop: stacked gradients.
 
     >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
     >>> [(c.bytes, c.seconds) for c in found][:3]
@@ -95,7 +98,7 @@ def candidates(
         raise ValueError("a layer needs at least one choice: everything kept")
     loose = choices[0].bytes if loose_bytes is None else loose_bytes
     found = [
-        *_kept(length, choices, loose),
+        *_kept(length, choices, loose, later_bytes),
         *_cut(length, carry_bytes, forward_seconds, choices, loose),
     ]
     return pareto(found)
@@ -116,7 +119,7 @@ def pareto(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
 _PLACES = 48
 
 
-def _kept(length: int, choices: Sequence[Choice], loose: int) -> Iterator[Candidate]:
+def _kept(length: int, choices: Sequence[Choice], loose: int, later: int) -> Iterator[Candidate]:
     kept = np.array([c.bytes for c in choices], float)
     seconds = np.array([c.seconds for c in choices])
     work = np.array([c.work_bytes for c in choices], float)
@@ -141,9 +144,12 @@ def _kept(length: int, choices: Sequence[Choice], loose: int) -> Iterator[Candid
         stored = below + others * kept[second]
         peak = below + np.where(count > 1, work[first], alone)
         peak = np.maximum(peak, stored + np.where(others > 1, work[second], 0))
-        peak = np.where(others == 1, np.maximum(peak, stored + alone), peak)
+        # Single layers behind the last loop are reversed first.
+        ahead = np.where(count > 1, later, 0)
+        peak = np.where(others == 1, np.maximum(peak, stored + alone - ahead), peak)
         if tail:
-            peak = np.maximum(peak, stored + max(loose, alone))
+            ahead = np.where((count > 1) | (others > 1), later, 0)
+            peak = np.maximum(peak, stored + max(loose, alone) - ahead)
         total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
         whole = stored + tail * loose
         # Of all that need no less, only the fastest is of use.

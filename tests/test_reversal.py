@@ -1,0 +1,100 @@
+"""What a compiler has in memory while layers outside of loops are reversed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from budgeted import problem, question
+from jax import lax
+
+import jaxmem
+from budgets import nets
+from jaxmem.layer import Layer
+from jaxmem.reversal import without_checkpoint
+from jaxmem.roofline import Roofline
+from jaxmem.straight import Code
+from jaxmem.values import graph_of
+
+TARGET = "h100-80g"
+Spec = jax.ShapeDtypeStruct
+KERNEL, IMAGES = Spec((3, 3, 32, 32), "float32"), Spec((64, 64, 64, 32), "float32")
+
+
+def conv(h: jax.Array, kernel: jax.Array) -> jax.Array:
+    axes = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(h, kernel, (1, 1), "SAME", dimension_numbers=axes)
+
+
+def halved(h: jax.Array) -> jax.Array:
+    batch, height, width, channels = h.shape
+    return h.reshape(batch, height // 2, 2, width // 2, 2, channels).max((2, 4))
+
+
+def pooled(kernels: list[jax.Array], h: jax.Array) -> jax.Array:
+    for kernel in kernels:
+        h = halved(jax.nn.relu(conv(h, kernel)))
+    return h
+
+
+def kept(fn, *specs) -> dict[str, str]:
+    """What is kept without a checkpoint, type by the operation that makes it."""
+    code = Code(jax.make_jaxpr(fn)(*specs))
+    layer = code.layer(0, len(code))
+    keep = without_checkpoint(layer, graph_of(layer, Roofline(989e12, 3.35e12)), dear=1)
+    return dict(_described(layer, place) for place in keep.kept)
+
+
+def _described(layer: Layer, place: int) -> tuple[str, str]:
+    var = layer.values[place]
+    eqn = layer.made_by(var)
+    while eqn is not None and eqn.primitive.name in ("name", "reshape"):
+        eqn = layer.made_by(eqn.invars[0])
+    return "input" if eqn is None else eqn.primitive.name, var.aval.str_short()
+
+
+def test_masks_are_made_where_they_are_read() -> None:
+    """Small as they are beside what they compare."""
+    found = kept(lambda k, h: pooled([k], h), KERNEL, IMAGES)
+    assert not any("bool" in shape for shape in found.values()), found
+    assert found["conv_general_dilated"] == "float32[64,64,64,32]"
+
+
+@pytest.mark.parametrize("place", [0.0, 0.7, 1.0])
+def test_convolutions_and_poolings_are_foretold(place: float) -> None:
+    net = nets.vgg((2, 2), batch=64, image=64, width=32, hidden=64)
+    job = nets.job(net, decorate=jaxmem.remat_auto)
+    assert abs(off(job.step, *job.args, place=place)) < 0.1
+
+
+def stacked(ws: jax.Array, h: jax.Array) -> jax.Array:
+    def layer(h, w):
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    return lax.scan(layer, h, ws)[0]
+
+
+def test_gradients_of_a_stack_are_not_there_before_its_loops_are_reversed() -> None:
+    """The last layer stands behind the loop, and keeps more than all others together."""
+    ws = {"up": Spec((8, 1024, 4096), "float32"), "down": Spec((8, 4096, 1024), "float32")}
+    h = Spec((16384, 1024), "float32")
+
+    def step(ws, h):
+        loss = lambda ws: jnp.square(jaxmem.remat_auto(stacked)(ws, h)).sum()  # noqa: E731
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws))
+
+    found = problem(step, ws, h, target=TARGET, donate=(0,))
+    tails = [
+        number
+        for number, rung in enumerate(found.rungs)
+        if found.candidates[0][rung.picks[0]].runs[1:] == ((1, 0),)
+    ]
+    assert tails
+    assert abs(off(step, ws, h, place=tails[-1] / (len(found.rungs) - 1), donate=(0,))) < 0.1
+
+
+def off(step, *args, place: float, donate: tuple[int, ...] = ()) -> float:
+    """How far the temporaries of a rung of the ladder are from what they were foretold to be."""
+    found = problem(step, *args, target=TARGET, donate=donate)
+    rung = round(place * (len(found.rungs) - 1))
+    report = found.report(question(step, *args, target=TARGET, donate=donate), rung)
+    fixed = report.required_bytes - report.temp_bytes
+    return (found.predicted[rung] - fixed) / report.temp_bytes - 1
