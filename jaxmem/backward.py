@@ -111,9 +111,7 @@ def pulled_back_in_turn(
         if turn.again:
             again = [closed.jaxpr.eqns[at] for at in turn.again]
             reads = [var for var in _read(again) if var not in behind]
-            waits, later = _tied(
-                [values[var] for var in turn.waits], [values[var] for var in reads]
-            )
+            waits, later = tied([values[var] for var in turn.waits], [values[var] for var in reads])
             values.update(zip(turn.waits, waits, strict=True))
             behind.update(zip(reads, later, strict=True))
             with jax.named_scope(_jax.RECOMPUTED):
@@ -125,33 +123,14 @@ def pulled_back_in_turn(
         values.update(_jax.evaluate_each([eqn], values))
         if turn.first:
             outs = [var for var in eqn.outvars if not _jax.is_dropped(var)]
-            done, later = _tied([values[var] for var in outs], [values[var] for var in turn.first])
+            done, later = tied([values[var] for var in outs], [values[var] for var in turn.first])
             values.update(zip([*outs, *turn.first], [*done, *later], strict=True))
     done = backward.turns[-1].operation + 1 if backward.turns else 0
     values.update(_jax.evaluate_each(closed.jaxpr.eqns[done:], values))
     return layer.by_role(a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars)
 
 
-def after(first: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The values, as if no one knew how they came about; there only once `first` is.
-
-    What goes through one barrier varies, under `shard_map`, over all mesh axes that any of it
-    varies over: values of a kind have one together, with those of `first` that do not add to it.
-    """
-    found = list(values)
-    for kind in dict.fromkeys(map(_jax.varying, values)):
-        places = [place for place, value in enumerate(values) if _jax.varying(value) == kind]
-        before = [value for value in first if value is not None and _jax.varying(value) <= kind]
-        parted, _ = lax.optimization_barrier(([values[place] for place in places], before))
-        for place, value in zip(places, parted, strict=True):
-            found[place] = value
-    return found
-
-
-# ---------------------------------------------------------------- implementation
-
-
-def _tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Both, behind a barrier: the values are there only once the first are.
 
     What of a barrier's results nobody reads XLA takes out of it, so that all are to be used.
@@ -167,6 +146,9 @@ def _tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[
         for place, value in zip(places, parted[len(same) :], strict=True):
             found[place] = value
     return before, found
+
+
+# ---------------------------------------------------------------- implementation
 
 
 # What is smaller than this part of the gradient need not wait for it.

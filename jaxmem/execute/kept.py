@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import _jax
-from jaxmem.backward import after
+from jaxmem.backward import tied
 from jaxmem.execute.forms import VALUE_NAME, Form
 from jaxmem.execute.state import NOWHERE, Cotangents, Into, pull, start
 from jaxmem.layer import Layer
@@ -83,7 +83,8 @@ def backward(
             if run.again and not form.in_turn:
                 # Outside a loop nothing else keeps a compiler from finding that it has the
                 # values already that are to be computed again.
-                tapes = after(state.carry, tapes)
+                carry, tapes = tied(state.carry, tapes)
+                state = state._replace(carry=carry)
             state = down(state, (indices[0], tapes))
         else:
             state, _ = lax.scan(

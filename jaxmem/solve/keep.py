@@ -81,7 +81,7 @@ def price(graph: Graph, seconds_per_byte: float) -> Keep:
     return found
 
 
-def menu(graph: Graph, points: int = 12, time_limit: float = 10.0) -> tuple[Keep, ...]:
+def menu(graph: Graph, points: int = 12, time_limit: float = 60.0) -> tuple[Keep, ...]:
     """The choices worth having, fastest first; each next one has fewer bytes and takes longer.
 
     All corners of the lower hull, and up to `points` more between them, where
