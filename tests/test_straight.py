@@ -449,7 +449,6 @@ def test_what_is_given_to_the_function_is_kept_for_nothing_what_a_link_gives_is_
     code = code_of(lambda params, h: jnp.tanh(jnp.tanh(h)), [], normal(1, 32, 16))
     found = Chain(code, Roofline(matrix_peak=1e15, bandwidth=1e12)).stretches
     both = [found[k, k + 1] for k in range(2)]
-    assert len({stretch.layer.digest for stretch in both}) == 1
     tapes = [[option.tape_bytes for option in stretch.link.options] for stretch in both]
     assert tapes[0] != tapes[1]
 

@@ -59,20 +59,18 @@ class Chain:
         self, code: Code, roofline: Roofline, offload: bool = False, points: int = 4
     ) -> None:
         self.code, self.cuts = code, code.cuts()
-        known: dict[tuple[str, int], Stretch] = {}
+        known: dict[str, Stretch] = {}
         self.stretches: dict[tuple[int, int], Stretch] = {}
         links: dict[tuple[int, int], Link] = {}
         for first, after in _widths(len(self)):
             layer = code.layer(self.cuts[first], self.cuts[after])
-            # What is given to the function is there anyway, what another link gives is not.
-            key = layer.digest, layer.body.num_consts
-            if key not in known:
-                known[key] = _stretch(layer, roofline, offload, points)
-            self.stretches[first, after] = known[key]
+            if layer.digest not in known:
+                known[layer.digest] = _stretch(layer, roofline, offload, points)
+            stretch = self.stretches[first, after] = known[layer.digest]
             # Of what passes the link by, the gradient is there too while it is reversed.
             given = code.alive_bytes(self.cuts[after])
             links[first, after] = dataclasses.replace(
-                known[key].link, carry_bytes=given, gradient_bytes=given
+                stretch.link, carry_bytes=given, gradient_bytes=given
             )
         single = [links.pop((k, k + 1)) for k in range(len(self))]
         self.table: ChainTable = solve_chain(single, slots=200, carried=self._carried, wide=links)
