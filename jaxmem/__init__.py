@@ -2,8 +2,9 @@
 
 In the order of the data's way: what a layer keeps (`policies`), how a stack is
 cut (`Plan`), what to decorate (`remat` and its short forms, `scan`, `linen`,
-`nnx`), and what came of it (`stacks`, `saved_residuals`, `memory_report`, for any of
-`targets`).
+`nnx`), what a whole step is to keep within a budget (`fit`, `frontier`), in how many parts a
+batch goes through it (`value_and_grad`, `MultiSteps`), and what came of it (`stacks`,
+`saved_residuals`, `memory_report`, for any of `targets`).
 """
 
 from jaxmem import linen as linen

@@ -98,6 +98,11 @@ def _nothing_fits(report: MemoryReport, best: MemoryReport | None) -> str:
 def where_to_decorate(program: Program, decorator: str = "remat_sqrt") -> str:
     """Where in the user's code a decorator belongs."""
     stacks = [info for info, _ in find.find(program.jaxpr).stacks]
+    if not stacks and decorator == "remat_auto":
+        return (
+            "decorate the model, a function or a module, with @jaxmem.remat_auto: the best plans "
+            "are those of scans over layers, but code without a scan is planned as well"
+        )
     if not stacks:
         return (
             "no layer stack was found; scan over the layers (jax.lax.scan, nn.scan, nnx.scan, "

@@ -1,5 +1,6 @@
 """Files that are there whole or not at all."""
 
+import errno
 import os
 import uuid
 from pathlib import Path
@@ -35,6 +36,10 @@ class Saved:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write beside it, then put it in its place, so that no reader sees half of it."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            errno.ENOENT, "there is no such folder to write to", str(path.parent)
+        )
     # Not by `tempfile`, whose files are their owner's alone.
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:

@@ -174,6 +174,7 @@ def call(
 
     pure.__name__ = getattr(fn, "__name__", "function")
     pure.__qualname__ = getattr(fn, "__qualname__", "function")
+    vars(pure)["__wrapped__"] = fn  # whose line is shown
     with nnx.update_context(_TAG):
         tree = extract.to_tree((args, dict(kwargs)), ctxtag=_TAG)
         changed, kept, result = rewritten(pure, choice)(tree)

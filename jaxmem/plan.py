@@ -236,8 +236,11 @@ class Plan(Saved):
     def __str__(self) -> str:
         n = self.length
         extra = self.extra_forwards()
-        cost = f"{extra} extra forward evaluation{'' if extra == 1 else 's'}"
-        head = f"Plan of {n} layer{'' if n == 1 else 's'}: {self._words()}, {cost}"
+        if self.kind == "keep" and extra:
+            cost = f"{_layers(extra)} {'is' if extra == 1 else 'are'} computed again in part"
+        else:
+            cost = f"{extra} extra forward evaluation{'' if extra == 1 else 's'}"
+        head = f"Plan of {_layers(n)}: {self._words()}, {cost}"
         if n == 0:
             return head
         drawing = "".join(self._mark(layer) for layer in range(min(n, _WIDTH)))
@@ -255,16 +258,13 @@ class Plan(Saved):
                 text = f"{count} segment{'' if count == 1 else 's'} of {inner}"
                 words.append(text + (f" and one of {rest}" if rest else ""))
                 outer = inner
-            kept = "" if self.layer == policies.Full() else f", whose layers keep {self.layer}"
+            kept = "" if self.layer == policies.Full() else f", whose layers keep {self.layer} each"
             return ", each in ".join(words) + kept
         if self.kind == "keep":
-            return ", then ".join(
-                f"{count} layer{'' if count == 1 else 's'} keep{'s' if count == 1 else ''} "
-                f"{'everything' if keep is None else keep}"
-                for count, keep in self.runs
-            )
+            return ", then ".join(itertools.starmap(_keeps, self.runs))
         if self.kind == "revolve":
-            return f"{min(self.slots, max(self.length, 1))} carries, optimal schedule"
+            slots = min(self.slots, max(self.length, 1))
+            return f"{slots} {'carry' if slots == 1 else 'carries'}, optimal schedule"
         return "everything kept"
 
     def _mark(self, layer: int) -> str:
@@ -297,6 +297,15 @@ class Plan(Saved):
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'' if count == 1 else 's'}"
+
+
+def _keeps(count: int, keep: policies.Keep | None) -> str:
+    each = "everything" if keep is None else f"{keep} each" if count > 1 else str(keep)
+    return f"{_layers(count)} {'keeps' if count == 1 else 'keep'} {each}"
 
 
 def _length(n: Any) -> int:

@@ -223,7 +223,7 @@ class Keep(LayerPolicy):
 
     def __str__(self) -> str:
         count = len(self.values) + len(self.offload)
-        return f"{count} of its values" + (
+        return f"{count} value{'' if count == 1 else 's'}" + (
             f" ({len(self.offload)} on the host)" * bool(self.offload)
         )
 

@@ -50,11 +50,11 @@ def without_checkpoint(layer: Layer, graph: Graph, dear: int = 0) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
     Kept is what kernels read on the way there and on the way back.  What only the way back needs,
-    masks and counts, is computed there.  All else that is elementwise
-    a compiler computes again by itself, outside of loops, inside of what reads it, if at most
-    `dear` operations between what is in memory and that are not cheap; so of the rest kept is the
-    least from which it follows by such operations.  In straight-line code the tanh of a gelu is
-    computed again; the one layer beside a loop is foretold better with none.
+    masks and counts, is computed there.  All else that is elementwise a compiler computes again by
+    itself, outside of loops, inside of what reads it, if at most `dear` operations between what is
+    in memory and that are not cheap; so of the rest kept is the least from which it follows by such
+    operations.  In straight-line code the tanh of a gelu is computed again; the one layer beside a
+    loop is foretold better with none.
     """
     unnamed = unnamed_places(layer)
     anyway = frozenset(unnamed[place] for place in _read_by_kernels_both_ways(layer)) - graph.free
@@ -109,7 +109,9 @@ def _read_by_kernels_both_ways(layer: Layer) -> set[int]:
 def _for_the_way_back(layer: Layer) -> frozenset[int]:
     """Places of the operations of which only the backward pass reads the results.
 
-    Smaller as these may be, compilers make them no earlier, inside of what reads them if they can.
+    Even where such a result is smaller than what it is made of (a mask), compilers compute it in
+    the backward pass, fused into what reads it if they can, so that it is not kept.  Kernels are
+    not among these: what a product reads might be gone by then.
     """
     closed = layer.linearised
     results = closed.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]

@@ -100,6 +100,3 @@ def unnamed_places(layer: Layer) -> list[int]:
         if _jax.name_given_by(eqn) is not None and _jax.is_var(eqn.invars[0]):
             found[places[eqn.outvars[0]]] = found[places[eqn.invars[0]]]
     return found
-
-
-# ---------------------------------------------------------------- implementation

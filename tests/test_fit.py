@@ -230,6 +230,43 @@ def test_nothing_decorated() -> None:
     assert "test_fit.py" in str(caught.value)
 
 
+def test_code_without_a_scan_need_not_be_scanned_to_be_planned() -> None:
+    def loops(ws: Any, h: Any) -> Any:
+        for w in ws:
+            h = jnp.tanh(h @ w)
+        return h.sum()
+
+    with pytest.raises(ValueError, match="code without a scan is planned as well"):
+        fit(jax.grad(loops), [jnp.ones((8, 8))] * 4, jnp.ones((64, 8)), budget="1GiB")
+
+
+def test_gradients_of_stacks_that_share_a_layer_are_counted_for_each() -> None:
+    def layer(h: Any, w: Any) -> tuple[Any, None]:
+        return jnp.tanh(h @ w), None
+
+    shared = jaxmem.remat_auto(lambda ws, h: lax.scan(layer, h, ws)[0])
+
+    def norm(ws: Any, h: Any) -> Any:
+        gradient = jax.grad(lambda ws: shared(ws[1], shared(ws[0], h)).sum())(ws)
+        return sum(jnp.square(leaf).sum() for leaf in gradient)
+
+    w, h = (jax.ShapeDtypeStruct(s, "float32") for s in ((8, 256, 256), (16, 256)))
+    found = problem(norm, (w, w), h)
+    assert [hole.times for hole in found.holes] == [2]
+    assert found.others >= 4 * 8 * 256 * 256 * 4  # two stacks of weights and two of gradients
+
+
+def test_a_plan_of_another_version_says_so() -> None:
+    with pytest.raises(ValueError, match="got 1: another version of jaxmem wrote it"):
+        jaxmem.StepPlan.from_json('{"jaxmem_step_plan": 1, "holes": []}')
+
+
+def test_a_plan_is_not_saved_where_there_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such folder") as caught:
+        jaxmem.StepPlan().save(tmp_path / "none" / "plan.json")
+    assert caught.value.filename == str(tmp_path / "none")
+
+
 def test_nothing_differentiated() -> None:
     with pytest.raises(ValueError, match="differentiates none of their layer stacks"):
         fit(marked, *specs(), budget="1GiB")
@@ -398,7 +435,7 @@ def changed(data: Any, at: tuple[Any, ...], to: Any, how: str) -> Any:
     return new
 
 
-STRAIGHT_PLAN = """{"jaxmem_step_plan": 1, "target": "", "versions": [["jax", "1"]], "holes": [
+STRAIGHT_PLAN = """{"jaxmem_step_plan": 2, "target": "", "versions": [["jax", "1"]], "holes": [
 {"layer": "d", "inputs": ["float32[2]"], "where": "f", "plan": {"straight": {"length": 9, "pieces":
 [{"first": 0, "last": 4, "inner": [{"first": 0, "last": 4, "keep": [2], "offload": [3]}]},
 {"first": 4, "last": 9}]}}}]}"""

@@ -532,12 +532,12 @@ def test_what_single_values_cost():
 
 def test_how_single_values_read():
     assert str(Plan.keep([(2, LESS), (5, KEEP), (1, None)])) == (
-        "Plan of 8 layers: 2 layers keep 2 of its values (1 on the host), then 5 layers keep 2 of "
-        "its values, then 1 layer keeps everything, 7 extra forward evaluations\n"
+        "Plan of 8 layers: 2 layers keep 2 values (1 on the host) each, then 5 layers keep 2 "
+        "values each, then 1 layer keeps everything, 7 layers are computed again in part\n"
         "  +++++++=\n"
         "  = everything kept   + some values kept, the others computed again"
     )
-    assert "whose layers keep 2 of its values" in str(Plan.cut(12, (3,), KEEP))
+    assert "whose layers keep 2 values each" in str(Plan.cut(12, (3,), KEEP))
 
 
 RUNS = st.lists(

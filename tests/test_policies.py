@@ -304,7 +304,7 @@ def test_places_are_sorted_and_met_once():
     assert policies.from_json(json.loads(json.dumps(keep.to_json()))) == keep
     assert keep.offloads
     assert not policies.Keep((1,)).offloads
-    assert str(keep) == "4 of its values (2 on the host)"
+    assert str(keep) == "4 values (2 on the host)"
 
 
 @pytest.mark.parametrize(

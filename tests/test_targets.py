@@ -109,7 +109,7 @@ def test_unknown_device_kind():
     [
         ("h100", "unknown target 'h100': did you mean 'h100-80g'?"),
         ("V5E-16G", "did you mean 'v5e-16g'?"),
-        ("zzz", "unknown target 'zzz': The known ones are h100-80g, "),
+        ("zzz", "unknown target 'zzz'. The known ones are h100-80g, "),
     ],
 )
 def test_unknown_name(name, message):

@@ -56,7 +56,8 @@ def fit(
       allow_offload: whether values may be sent to host memory.
       cost: what is made least: seconds by a "roofline" of the target, seconds of kernels
         "measured" on the attached device, or "flops" of matrix products alone.
-      max_compiles: how often the step may be compiled.
+      max_compiles: how often the step may be compiled; where fewer do not suffice to see the next
+        faster plan fail, the answer may be slower than need be, and `.explain()` says so.
       compiler_options: handed to the compiler.
       timeout: seconds after which one compile for a named target is stopped.
       cache: whether to read and write compiled figures on disk (for named targets).
@@ -85,7 +86,7 @@ def fit(
     """
     if not callable(step):
         raise TypeError(
-            f"fit takes a step and its arguments, got {step!r} of type {type(step).__name__} as "
+            f"fit takes a step and its arguments, got an object of type {type(step).__name__} as "
             "the step; pass fit(step, *args, budget=...), not fit(step(*args))"
         )
     budget = parse_size(budget)

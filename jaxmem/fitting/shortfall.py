@@ -97,7 +97,7 @@ def _largest(report: MemoryReport) -> str:
 
 def _gradients(problem: Any) -> int:
     """Bytes of the gradients of what the stacks read layer by layer."""
-    each = (hole.param_bytes for hole in problem.holes)
+    each = (hole.param_bytes * hole.times for hole in problem.holes)
     return sum(each) // problem.devices
 
 

@@ -18,7 +18,8 @@ from jaxmem.policies import ByLayer
 from jaxmem.records import from_data, parsed, to_data
 from jaxmem.straight import Code, StraightPlan
 
-_VERSION = 1
+# 2: by digests of layers that have the roles of inputs and results in them.
+_VERSION = 2
 
 # ---------------------------------------------------------------- types
 
@@ -78,10 +79,16 @@ class StepPlan(Saved):
           ValueError: the text is no such plan; the message says where.
         """
         data = parsed(text, "step plan")
-        if not isinstance(data, dict) or data.pop("jaxmem_step_plan", None) != _VERSION:
+        version = data.pop("jaxmem_step_plan", None) if isinstance(data, dict) else None
+        if version != _VERSION:
+            other = isinstance(version, int) and not isinstance(version, bool)
             raise ValueError(
-                f"bad step plan: jaxmem_step_plan: expected {_VERSION}, the version; is this a "
-                "plan that jaxmem.fit saved?"
+                f"bad step plan: jaxmem_step_plan: expected {_VERSION}, the version"
+                + (
+                    f", got {version}: another version of jaxmem wrote it; fit the step anew"
+                    if other
+                    else "; is this a plan that jaxmem.fit saved?"
+                )
             )
         holes = data.pop("holes", None)
         if not isinstance(holes, list):

@@ -33,7 +33,7 @@ class StepProblem:
     Attributes:
       program: the step as traced, everything kept.
       holes: its decorated stacks, in order.
-      candidates: of each hole.
+      candidates: of each hole, for one of the stacks that it is.
       rungs: plans of the step, fastest first.
       others: about what the step needs besides.
       devices: over how many devices its arrays are spread.
@@ -62,8 +62,8 @@ class StepProblem:
     def planned(self, rung: int) -> tuple[Planned, ...]:
         picks = self.rungs[rung].picks
         return tuple(
-            Planned(hole, candidates[pick])
-            for hole, candidates, pick in zip(self.holes, self.candidates, picks, strict=True)
+            Planned(hole, own[pick])
+            for hole, own, pick in zip(self.holes, self.candidates, picks, strict=True)
         )
 
     def report(self, ask: Question, rung: int) -> MemoryReport:
@@ -101,7 +101,7 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     holes = tuple(collector.holes.values())
     if not holes:
         raise ValueError(_nothing_to_plan(program))
-    fixed, gradients = _others(program, sum(hole.param_bytes for hole in holes))
+    fixed, gradients = _others(program, sum(hole.param_bytes * hole.times for hole in holes))
     candidates = tuple(hole.candidates(min(gradients, hole.param_bytes)) for hole in holes)
     options = [
         [_several(candidate, hole.times, hole.shards) for candidate in own]

@@ -59,25 +59,16 @@ def search(
             and expected(guess, predicted, seen) > budget
         ):
             guess = high - 1  # to have seen that it does not fit
-        if left <= 3 and len(between) >= 2 ** (left - 1):
+        # What is asked first goes by the predictions alone.
+        if seen and left <= 3 and len(between) >= 2 ** (left - 1):
             guess = (low + high) // 2  # what is left to ask is just enough to halve
-        if left == 1 and high == len(predicted):
+        if left == 1 and high == len(predicted) and (seen or predicted[guess] > budget / _ROOM):
             guess = between[-1]  # only the least of all can say that nothing fits
         seen[guess] = compiled(guess)
         if seen[guess] <= budget:
             high = guess
         else:
             low = guess
-    # A plan that was foretold to be smaller than another may be larger in truth: before nothing is
-    # said to fit, others that were foretold to fit, or nearly, are asked for.
-    while high == len(predicted) and len(seen) < most:
-        near = [k for k in range(high) if k not in seen and predicted[k] <= budget * _NEARLY]
-        if not near:
-            break
-        guess = min(near, key=lambda k: expected(k, predicted, seen))
-        seen[guess] = compiled(guess)
-        if seen[guess] <= budget:
-            high = guess
     if high == len(predicted) and 0 not in seen and predicted and len(seen) < most:
         seen[0] = compiled(0)  # where loops are small, nothing computed again can be the least
     fits = [rung for rung, size in seen.items() if size <= budget]
@@ -86,8 +77,9 @@ def search(
     return Found(rung, seen, closed)
 
 
-# Predictions are this far off at times.
-_NEARLY = 1.1
+# Predictions are this far off at times: by this much a plan has to be foretold to be smaller than
+# the budget to be the only one that is asked for.
+_ROOM = 1.25
 
 
 def expected(rung: int, predicted: Sequence[int], seen: Mapping[int, int]) -> int:

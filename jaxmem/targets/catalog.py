@@ -118,9 +118,9 @@ def _known(name: str, among: Mapping[str, Target], what: str) -> Target:
     if name in among:
         return among[name]
     close = difflib.get_close_matches(name.casefold(), among, n=1, cutoff=0.5)
-    hint = f" did you mean {close[0]!r}?" if close else ""
+    hint = f": did you mean {close[0]!r}?" if close else "."
     raise ValueError(
-        f"unknown {what} {name!r}:{hint} The known ones are {', '.join(among)}; "
+        f"unknown {what} {name!r}{hint} The known ones are {', '.join(among)}; "
         'of your own, pass "path.toml" or "path.toml:name"'
     )
 
