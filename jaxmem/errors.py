@@ -30,6 +30,17 @@ class BudgetError(ValueError):
       budget: bytes.
       least_bytes: the fewest that the step was compiled to.
       report: the `MemoryReport` of that program.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> @jaxmem.remat_auto
+    ... def model(weights, h):
+    ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+    >>> arrays = jnp.ones((64, 16, 16)), jnp.ones((4096, 16))
+    >>> try:
+    ...     jaxmem.fit(jax.grad(model), *arrays, budget="64KiB", progress=False)
+    ... except jaxmem.BudgetError as error:
+    ...     error.budget < error.least_bytes == error.report.required_bytes
+    True
     """
 
     def __init__(self, message: str, budget: int, least_bytes: int, report: Any) -> None:

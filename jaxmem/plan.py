@@ -39,8 +39,8 @@ _WIDTH = 64
 class Plan(Saved):
     """How the backward pass of a stack gets its values.
 
-    Use the constructors `Plan.none`, `Plan.full`, `Plan.periodic`,
-    `Plan.revolve`; they check what they are given.
+    Use the constructors `Plan.none`, `Plan.full`, `Plan.periodic`, `Plan.revolve`; `Plan.cut` and
+    `Plan.keep` are those that `jaxmem.fit` uses.  They check what they are given.
 
     Attributes:
       length: number of layers, 0 or more.
@@ -54,6 +54,12 @@ class Plan(Saved):
       carries: for "full", where the carries are kept.
       runs: for "keep", pairs of a number of layers and what each of them keeps, first to
         last; None for all that its backward reads.
+
+    >>> plan = Plan.periodic(12, segments=3)
+    >>> plan.lengths, plan.extra_forwards(), plan.bytes(carry_bytes=10, tape_bytes=100)
+    ((4,), 12, 430)
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
     """
 
     length: int

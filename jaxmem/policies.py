@@ -28,7 +28,12 @@ from jaxmem.errors import check_positive, check_segments
 
 
 class Policy:
-    """Base of all policies: a value from which, with the sizes of a stack, a `Plan` is made."""
+    """Base of all policies: a value from which, with the sizes of a stack, a `Plan` is made.
+
+    >>> from jaxmem import policies
+    >>> policies.parse("sqrt", levels=2) == policies.sqrt(levels=2)
+    True
+    """
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `policies.from_json` reads back."""

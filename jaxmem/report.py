@@ -101,6 +101,12 @@ class MemoryReport:
       flags: compiler flags and options that were set.
       compile_seconds: how long the compiler took, 0 for a result from the cache.
       cached: whether it is from the cache.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> x = jax.ShapeDtypeStruct((1024,), "float32")
+    >>> report = jaxmem.memory_report(lambda x: 2 * jnp.sin(x), x)
+    >>> report.argument_bytes, report.output_bytes, report.required_bytes
+    (4096, 4096, 8192)
     """
 
     required_bytes: int

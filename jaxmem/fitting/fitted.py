@@ -76,6 +76,19 @@ class Fitted:
       report: of the compiled program: the certificate.
       budget: bytes.
       compiles: how often the compiler was asked.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> @jaxmem.remat_auto
+    ... def model(weights, h):
+    ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+    >>> arrays = jnp.ones((64, 16, 16)), jnp.ones((4096, 16))
+    >>> fitted = jaxmem.fit(jax.grad(model), *arrays, budget="6MiB", progress=False)
+    >>> fitted.report.required_bytes <= fitted.budget, fitted.compiles <= 6
+    (True, True)
+    >>> fitted.step(*arrays).shape
+    (64, 16, 16)
+    >>> fitted.explain().compiled_bytes == fitted.report.required_bytes
+    True
     """
 
     def __init__(

@@ -82,6 +82,11 @@ class Target:
       source: where the facts are from: "xla" agrees with the compiler's own
         descriptions, "datasheet" is from the vendor's, "user" from a file.
       other_names: further kinds by which jax may know an attached one.
+
+    >>> import jaxmem
+    >>> h100 = jaxmem.target("h100-80g")
+    >>> h100.platform, h100.memory > 79 * 2**30, h100.devices
+    ('gpu', True, 1)
     """
 
     name: str
