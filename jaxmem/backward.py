@@ -133,7 +133,9 @@ def pulled_back_in_turn(
 def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Both, behind a barrier: the values are there only once the first are.
 
-    What of a barrier's results nobody reads XLA takes out of it, so that all are to be used.
+    What of a barrier's results nobody reads XLA takes out of it, so that all are to be used.  What
+    goes through one varies, under `shard_map`, over all mesh axes that any of it varies over:
+    values of a kind have one together, with those of `first` that are of that kind.
     """
     found, before = list(values), list(first)
     for kind in dict.fromkeys(map(_jax.varying, values)):

@@ -71,14 +71,13 @@ def without_checkpoint(layer: Layer, graph: Graph, dear: int = 0) -> Keep:
         )
         if _jax.name_given_by(eqn) is None
     )
-    made_late = {var for at in late for var in layer.linearised.jaxpr.eqns[at].outvars}
-    everywhere = frozenset(place for place, var in enumerate(layer.values) if var not in made_late)
+    made_late = frozenset(place for at in late for place in graph.operations[at].outputs)
     plain = Graph(
         bytes=graph.bytes,
         operations=operations,
         free=graph.free | anyway,
         wanted=frozenset(unnamed[place] for place in graph.wanted),
-        keepable=everywhere - graph.free - anyway,
+        keepable=frozenset(range(len(graph.bytes))) - made_late - graph.free - anyway,
         keep_seconds=(0.0,) * len(graph.bytes),
     )
     rest = menu(plain, points=0)[0]

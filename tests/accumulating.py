@@ -1,6 +1,6 @@
 """What the tests of accumulation share: gradients, their weighted mean in float64, and stacks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from jaxmem import Weighted
 
 PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "bias": jnp.array([0.3, -0.2, 0.1])}
 
@@ -47,6 +49,21 @@ def near(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 def filled(tree: Any, value: float) -> Any:
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, value), tree)
+
+
+def wide_loss(scanned: bool, weighted: bool) -> Callable[..., Any]:
+    """Of layers in a loop or written out; a weighted sum or a mean."""
+
+    def loss(w: Any, x: jax.Array) -> Any:
+        h = x
+        if scanned:
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, w)
+        else:
+            for one in w:
+                h = jnp.tanh(h @ one)
+        return Weighted(jnp.square(h).sum(), h.size) if weighted else jnp.square(h).mean()
+
+    return loss
 
 
 def _stack(where: str, scanned: bool, weighted: bool) -> Any:

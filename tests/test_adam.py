@@ -1,6 +1,5 @@
 """`jaxmem.AdamA`: how far it is from Adam, and what it saves."""
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from accumulating import on_each_stack
+from accumulating import on_each_stack, wide_loss
 from compiled import compiled
 from flax import nnx
+from grads import microbatches_of, normal, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,10 +23,6 @@ from jaxmem import AdamA, AdamAState, Weighted
 TINY = settings(deadline=None, derandomize=True, max_examples=12)
 F = 3
 W = {"kernel": jnp.linspace(-0.9, 1.1, 6).reshape(F, 2), "bias": jnp.array([0.5, -0.2])}
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 BATCH = {"x": normal(0, 13, F), "y": normal(1, 13, 2), "mask": (jnp.arange(13) % 4 > 0) * 1.0}
@@ -47,23 +43,6 @@ def masked_loss(w: Any, batch: Any) -> Weighted:
 def terms_loss(w: Any, batch: Any) -> Weighted:
     squares = jnp.square(batch["x"]).sum(-1)
     return masked_loss(w, batch) + 0.1 * Weighted(squares.sum() * w["bias"][0], squares.size)
-
-
-@functools.cache
-def whole(fun: Callable[..., Any]) -> Callable[..., Any]:
-    def mean(w: Any, batch: Any) -> jax.Array:
-        loss = fun(w, batch)
-        return loss.mean if isinstance(loss, Weighted) else loss
-
-    return jax.jit(jax.value_and_grad(mean))
-
-
-def microbatches_of(rows: int, m: int) -> list[np.ndarray]:
-    size, larger = divmod(rows, m)
-    first, rest = np.split(np.arange(rows), [larger * (size + 1)])
-    return [first[j::larger] for j in range(larger)] + [
-        rest[j :: m - larger] for j in range(m - larger)
-    ]
 
 
 def near(actual: Any, expected: Any, tolerance: float = 2e-6) -> None:
@@ -386,15 +365,7 @@ P = DEPTH * WIDE * WIDE * 4
 
 @on_each_stack
 def test_it_needs_less_than_the_exact_form(where: str, scanned: bool, weighted: bool) -> None:
-    def loss(w: Any, x: jax.Array) -> Any:
-        h = x
-        if scanned:
-            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, w)
-        else:
-            for one in w:
-                h = jnp.tanh(h @ one)
-        return Weighted(jnp.square(h).sum(), h.size) if weighted else jnp.square(h).mean()
-
+    loss = wide_loss(scanned, weighted)
     exact = jaxmem.value_and_grad(loss, microbatches=M)
     optimizer, adam = optax.adam(1e-3), AdamA(1e-3)
     approximate = adam.value_and_update(loss, microbatches=M)

@@ -449,6 +449,7 @@ def test_what_is_given_to_the_function_is_kept_for_nothing_what_a_link_gives_is_
     code = code_of(lambda params, h: jnp.tanh(jnp.tanh(h)), [], normal(1, 32, 16))
     found = Chain(code, Roofline(matrix_peak=1e15, bandwidth=1e12)).stretches
     both = [found[k, k + 1] for k in range(2)]
+    assert both[0].layer.digest != both[1].layer.digest  # by their inputs' roles alone
     tapes = [[option.tape_bytes for option in stretch.link.options] for stretch in both]
     assert tapes[0] != tapes[1]
 

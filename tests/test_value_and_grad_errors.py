@@ -13,8 +13,6 @@ from grads import BATCH, F, W, X, Y, errors, masked_loss, mean_loss
 import jaxmem
 from jaxmem import Weighted
 
-# ---------------------------------------------------------------- errors
-
 
 def raised(fun: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: jaxmem.value_and_grad(fun, **{"microbatches": 4, **options})(

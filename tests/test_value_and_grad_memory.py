@@ -7,30 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from accumulating import on_each_stack
+from accumulating import on_each_stack, wide_loss
 from compiled import compiled
 from grads import whole
 
 import jaxmem
-from jaxmem import Weighted
-
-# ---------------------------------------------------------------- memory
 
 WIDE, DEPTH, ROWS = 2048, 8, 2048
 P = DEPTH * WIDE * WIDE * 4
-
-
-def wide_loss(scanned: bool, weighted: bool) -> Callable[..., Any]:
-    def loss(w: Any, x: jax.Array) -> Any:
-        h = x
-        if scanned:
-            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, w)
-        else:
-            for one in w:
-                h = jnp.tanh(h @ one)
-        return Weighted(jnp.square(h).sum(), h.size) if weighted else jnp.square(h).mean()
-
-    return loss
 
 
 def by_hand(loss: Callable[..., Any], m: int) -> Callable[..., Any]:
