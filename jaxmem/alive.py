@@ -23,18 +23,23 @@ def peak_alive(
     closed: ClosedJaxpr,
     copied: Collection[Any] = (),
     held: Sequence[Any] = (),
-    rounds_operands: bool = False,
+    fuses_operands: bool = False,
+    exact: Collection[Any] = (),
+    of_products: Collection[Any] = (),
 ) -> int:
     """The most bytes alive at once, of what is computed.
 
     Args:
       copied: inputs that are copied when they are first read.
       held: inputs that are alive from the start till they are last read.
-      rounds_operands: whether what only matrix products read is stored as they read it, rounded
-        to bfloat16; see `jaxmem.roofline.Roofline`.
+      fuses_operands: whether matrix products compute their operands themselves, and store
+        rounded what nothing else reads; see `jaxmem.roofline.Roofline`.
+      exact: inputs that are not stored rounded.
+      of_products: inputs that a matrix product made, which may compute what follows as well.
     """
     jaxpr = closed.jaxpr
-    lives = _Lives(closed, held, _rounded(jaxpr) if rounds_operands else frozenset())
+    rounded = read_rounded(jaxpr).difference(exact) if fuses_operands else set()
+    lives = _Lives(closed, held, in_memory(jaxpr, fuses_operands, of_products), rounded)
     waiting = set(copied)
     for at, eqn in enumerate(jaxpr.eqns):
         for atom in eqn.invars:
@@ -47,9 +52,18 @@ def peak_alive(
     return lives.peak()
 
 
-def in_memory(jaxpr: Any) -> set[Any]:
-    """The values that a compiler has in memory at all: what kernels make and take."""
-    found = {*jaxpr.invars, *jaxpr.constvars, *read_by_kernels(jaxpr)}
+def in_memory(
+    jaxpr: Any, fuses_operands: bool = False, of_products: Collection[Any] = ()
+) -> set[Any]:
+    """The values that a compiler has in memory at all: what kernels make and take.
+
+    Args:
+      fuses_operands, of_products: see `peak_alive`.
+    """
+    taken = read_by_kernels(jaxpr)
+    if fuses_operands:
+        taken -= _Ends(jaxpr, of_products).inside_of_products
+    found = {*jaxpr.invars, *jaxpr.constvars, *taken}
     for eqn in jaxpr.eqns:
         kind = kind_of(eqn)
         if kind in ("kernel", "reduction"):
@@ -69,11 +83,36 @@ def read_by_kernels(jaxpr: Any) -> set[Any]:
             views.update((var, eqn.invars[0]) for var in eqn.outvars)
         if kind == "kernel":
             for atom in filter(_jax.is_var, eqn.invars):
-                found.add(atom)
-                while atom in views:
-                    atom = views[atom]
-                    found.add(atom)
+                found.update(_behind_views(atom, views))
     return found
+
+
+def rounded_where_made(jaxpr: Any, inputs: Collection[Any]) -> set[Any]:
+    """Of inputs that matrix products made, those stored rounded, or what follows in their place."""
+    rounded = read_rounded(jaxpr)
+    behind = _Ends(jaxpr, inputs).behind_products
+    return {var for var in inputs if behind.get(var, var) in rounded}
+
+
+def read_rounded(jaxpr: Any) -> set[Any]:
+    """Values in float32 that nothing reads but matrix products of default precision, and casts.
+
+    Where these products round what they read to bfloat16 (`jaxmem.roofline.Roofline`), that is
+    what such values are stored as, through loops as well.
+    """
+    exact = set(filter(_jax.is_var, jaxpr.outvars))
+    read: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        atoms = set(filter(_jax.is_var, eqn.invars))
+        read |= atoms
+        if flops.is_matmul(eqn) and _is_default(eqn.params.get("precision")):
+            continue
+        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16:
+            continue
+        if kind_of(eqn) == "view" and not exact.intersection(eqn.outvars):
+            continue
+        exact |= atoms
+    return {var for var in read - exact if getattr(var.aval, "dtype", None) == jnp.float32}
 
 
 # ---------------------------------------------------------------- implementation
@@ -83,11 +122,15 @@ class _Lives:
     """From when to when each array of a program is in memory."""
 
     def __init__(
-        self, closed: ClosedJaxpr, held: Sequence[Any], rounded: Collection[Any] = ()
+        self,
+        closed: ClosedJaxpr,
+        held: Sequence[Any],
+        stored: Collection[Any],
+        rounded: Collection[Any],
     ) -> None:
         jaxpr = closed.jaxpr
         self._rounded = rounded
-        self._stored = {*filter(_jax.is_var, jaxpr.outvars), *in_memory(jaxpr)}
+        self._stored = {*filter(_jax.is_var, jaxpr.outvars), *stored}
         self._length = len(jaxpr.eqns)
         # Which arrays in memory have to be alive for a value to be read.
         self._behind: dict[Any, frozenset[Any]] = {}
@@ -186,17 +229,62 @@ class _Lives:
         return nbytes(var.aval) // (2 if var in self._rounded else 1)
 
 
-def _rounded(jaxpr: Any) -> set[Any]:
-    """Values in float32 that nothing but matrix products of default precision reads."""
-    exact = set(filter(_jax.is_var, jaxpr.outvars))
-    for eqn in reversed(jaxpr.eqns):
-        if flops.is_matmul(eqn) and _is_default(eqn.params.get("precision")):
-            continue
-        if kind_of(eqn) == "view" and not exact.intersection(eqn.outvars):
-            continue
-        exact.update(filter(_jax.is_var, eqn.invars))
-    made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
-    return {v for v in made if v not in exact and getattr(v.aval, "dtype", None) == jnp.float32}
+class _Ends:
+    """Where chains of elementwise operations start and end.
+
+    Attributes:
+      inside_of_products: what matrix products compute themselves: the ends that nothing else
+        reads, but for those below.
+      behind_products: for the result of a product from which one end only follows, that end; the
+        product computes it in the place of its result.
+    """
+
+    def __init__(self, jaxpr: Any, of_products: Collection[Any] = ()) -> None:
+        self._sources: dict[Any, frozenset[Any]] = {}
+        self._ends: dict[Any, set[Any]] = {}
+        self._views: dict[Any, Any] = {}
+        by_products: set[Any] = set()
+        by_others: set[Any] = set()
+        products = set(of_products)
+        for eqn in jaxpr.eqns:
+            kind = kind_of(eqn)
+            atoms = list(filter(_jax.is_var, eqn.invars))
+            if kind in ("fused", "view"):
+                behind = frozenset().union(*(self._sources.get(a, frozenset([a])) for a in atoms))
+                self._sources.update((var, behind) for var in eqn.outvars)
+                if kind == "view" and atoms:
+                    self._views.update((var, atoms[0]) for var in eqn.outvars)
+            elif flops.is_matmul(eqn):
+                products.update(eqn.outvars)
+                by_products.update(map(self._end, atoms))
+            else:
+                by_others.update(map(self._end, atoms))
+        by_others.update(map(self._end, filter(_jax.is_var, jaxpr.outvars)))
+        only = by_products - by_others
+        self.behind_products = {
+            source: end
+            for source in products
+            for end in self._ends.get(source, ())
+            if self._ends[source] == {end} and end in only and end.aval.size == source.aval.size
+        }
+        inside = only.intersection(self._sources).difference(self.behind_products.values())
+        views = (var for var in self._views if _behind_views(var, self._views)[-1] in inside)
+        self.inside_of_products = inside.union(views)
+
+    def _end(self, atom: Any) -> Any:
+        """Take note that a chain ends here; what it is that is stored, if anything is."""
+        base = _behind_views(atom, self._views)[-1]
+        for source in self._sources.get(base, frozenset([base])):
+            self._ends.setdefault(source, set()).add(base)
+        return base
+
+
+def _behind_views(atom: Any, views: dict[Any, Any]) -> list[Any]:
+    """A value, what that is a view of, and so on."""
+    found = [atom]
+    while found[-1] in views:
+        found.append(views[found[-1]])
+    return found
 
 
 def _is_default(precision: Any) -> bool:

@@ -78,6 +78,7 @@ class Layer:
         layer policy that keeps single values knows them by their place here.
       kept: places in `values` of what the tape holds; None for what it holds in vain.
       again: whether anything but what is cheap is computed from the tape again.
+      on_host: how many values of the tape, its last ones, are stored on the host.
       taped: (consts, carry, x) -> `tape` with the y, under a jit.
     """
 
@@ -90,7 +91,7 @@ class Layer:
         places = {var: place for place, var in enumerate(self.values)}
         self.kept: tuple[int | None, ...] = tuple(places[self.residuals[i]] for i in _on_tape(self))
         self.again = False
-        self._on_host = 0
+        self.on_host = 0
         self._tape_jitted()
 
     def keeping(self, kept: Sequence[int], offload: Sequence[int] = ()) -> "Layer":
@@ -110,7 +111,7 @@ class Layer:
             )
         other = copy.copy(self)
         other.kept = (*kept, *offload)
-        other._on_host = len(offload)
+        other.on_host = len(offload)
         other.again = True
         if not other._suffices():
             raise ValueError(
@@ -182,7 +183,7 @@ class Layer:
         own, others = (_numbered(layer.linearised, numbers) for layer in (self, other))
         places = {others[var]: place for place, var in enumerate(other.values) if var in others}
         found = [None if p is None else places.get(own[self.values[p]]) for p in self.kept]
-        other.again, other._on_host = True, self._on_host
+        other.again, other.on_host = True, self.on_host
         other.kept = tuple(p for p in found if stored or p is not None)
         return other if other._suffices() else None
 
@@ -217,12 +218,12 @@ class Layer:
 
     def to_store(self, tape: Sequence[Any]) -> list[Any]:
         """A tape, those of its values on the host that belong there."""
-        here = len(tape) - self._on_host
+        here = len(tape) - self.on_host
         return [*tape[:here], *(jax.device_put(v, jax.memory.Space.Host) for v in tape[here:])]
 
     def from_store(self, tape: Sequence[Any]) -> list[Any]:
         """A tape that was stored, all of it on the device."""
-        here = len(tape) - self._on_host
+        here = len(tape) - self.on_host
         return [*tape[:here], *(jax.device_put(v, jax.memory.Space.Device) for v in tape[here:])]
 
     def pullback(

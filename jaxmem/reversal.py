@@ -1,13 +1,20 @@
 """What is alive while one layer is reversed, as a compiler is taken to order and fuse it."""
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxmem import _jax
-from jaxmem.alive import in_memory, peak_alive, read_by_kernels
-from jaxmem.backward import backward_of
+from jaxmem.alive import (
+    in_memory,
+    peak_alive,
+    read_by_kernels,
+    read_rounded,
+    rounded_where_made,
+)
+from jaxmem.backward import Backward, backward_of
 from jaxmem.counting import kind_of
-from jaxmem.layer import Layer
+from jaxmem.layer import Layer, nbytes
 from jaxmem.problem import Graph, Operation
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.values import unnamed_places
@@ -15,7 +22,7 @@ from jaxmem.values import unnamed_places
 # ---------------------------------------------------------------- API
 
 
-def working_bytes(layer: Layer, rounds_operands: bool = False) -> int:
+def working_bytes(layer: Layer, fuses_operands: bool = False) -> int:
     """About what one layer's backward pass has alive besides its tape and parameters.
 
     Values are taken to die at their last use in the order in which they are traced, and
@@ -24,29 +31,72 @@ def working_bytes(layer: Layer, rounds_operands: bool = False) -> int:
     """
     backward = backward_of(layer)
     copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape)
-    return peak_alive(backward.closed, copied=copied, rounds_operands=rounds_operands)
+    return peak_alive(backward.closed, copied=copied, fuses_operands=fuses_operands)
 
 
-def reversal_bytes(layer: Layer, rounds_operands: bool = False) -> int:
+def tape_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+    """What the device stores of each layer in a loop over layers."""
+    backward = backward_of(layer)
+    here = backward.tape[: len(backward.tape) - layer.on_host]
+    return sum(_stored(here, _rounded(backward, fuses_operands)))
+
+
+def value_bytes(layer: Layer, fuses_operands: bool = False) -> tuple[int, ...]:
+    """What a loop over layers would store of each of a layer's values, whatever else it keeps."""
+    if not fuses_operands:
+        return tuple(_stored(layer.values, ()))
+    results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
+    rounded = read_rounded(_both_ways(layer)).difference(filter(_jax.is_var, results))
+    return tuple(_stored(layer.values, rounded))
+
+
+def param_copies(layer: Layer, length: int, fuses_operands: bool = False) -> int:
+    """Bytes of the rounded copies that are made, in front of a loop, of all layers' parameters."""
+    backward = backward_of(layer)
+    rounded = _rounded(backward, fuses_operands)
+    of_all = [var for var in backward.consts if var in rounded]
+    of_each = [var for var in backward.xs if var in rounded]
+    return sum(_stored(of_all, rounded)) + length * sum(_stored(of_each, rounded))
+
+
+def reversal_bytes(layer: Layer, fuses_operands: bool = False) -> int:
     """About the most that is alive while a layer outside of loops is reversed.
 
     Its tape and the gradient of its results among it, each till its last use.
     """
     backward = backward_of(layer, in_turn=True)
     held = [*backward.tape, *backward.gradients]
-    return peak_alive(backward.closed, held=held, rounds_operands=rounds_operands)
+    # What others hand over they may read, too, and not rounded; so do barriers.
+    waiting = {var for turn in backward.turns for var in turn.waits}
+    rounded = _rounded_gradients(backward, fuses_operands) - waiting
+    return peak_alive(
+        backward.closed,
+        held=held,
+        fuses_operands=fuses_operands,
+        exact=set(held) - rounded,
+        of_products=rounded,
+    )
 
 
-def loose_bytes(layer: Layer, graph: Graph, rounds_operands: bool = False) -> int:
+def gradient_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+    """Of the gradients of a layer's results, where matrix products make them."""
+    backward = backward_of(layer)
+    return sum(_stored(backward.gradients, _rounded_gradients(backward, fuses_operands)))
+
+
+def loose_bytes(layer: Layer, graph: Graph, fuses_operands: bool = False) -> int:
     """About what the backward pass of a single layer, in no loop, has alive with its tape.
 
     Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
     """
-    backward = backward_of(layer.keeping(without_checkpoint(layer, graph).kept))
-    return peak_alive(backward.closed, held=backward.tape, rounds_operands=rounds_operands)
+    plain = without_checkpoint(layer, graph, int(fuses_operands), fuses_operands)
+    backward = backward_of(layer.keeping(plain.kept))
+    return peak_alive(backward.closed, held=backward.tape, fuses_operands=fuses_operands)
 
 
-def without_checkpoint(layer: Layer, graph: Graph, dear: int = 0) -> Keep:
+def without_checkpoint(
+    layer: Layer, graph: Graph, dear: int = 0, fuses_operands: bool = False
+) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
     Kept is what kernels read on the way there and on the way back.  What only the way back needs,
@@ -57,9 +107,12 @@ def without_checkpoint(layer: Layer, graph: Graph, dear: int = 0) -> Keep:
     loop is foretold better with none.
     """
     unnamed = unnamed_places(layer)
-    anyway = frozenset(unnamed[place] for place in _read_by_kernels_both_ways(layer)) - graph.free
+    anyway = (
+        frozenset(unnamed[place] for place in _read_by_kernels_both_ways(layer, fuses_operands))
+        - graph.free
+    )
     late = _for_the_way_back(layer)
-    repeated = _repeated(layer.linearised.jaxpr, dear) | late
+    repeated = _repeated(layer, dear, fuses_operands) | late
     operations = tuple(
         Operation(
             inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
@@ -98,9 +151,39 @@ _EXPENSIVE = frozenset(
 )
 
 
-def _read_by_kernels_both_ways(layer: Layer) -> set[int]:
+def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:
+    return [nbytes(var.aval) // (2 if var in rounded else 1) for var in values]
+
+
+def _in_memory(layer: Layer, fuses_operands: bool) -> set[Any]:
+    """What is in memory of a layer whose both ways stand in one program, for a while at least."""
+    if fuses_operands:
+        return in_memory(_both_ways(layer), True)
+    return in_memory(layer.linearised.jaxpr)
+
+
+def _both_ways(layer: Layer) -> Any:
+    """A layer's forward and backward pass, with nothing kept or computed again."""
+    forward = layer.linearised
+    everything = range(len(forward.jaxpr.eqns))
+    return _jax.followed_by(
+        forward, everything, layer.transposed, layer.residuals, forward.jaxpr.invars
+    ).jaxpr
+
+
+def _rounded_gradients(backward: Backward, fuses_operands: bool) -> set[Any]:
+    if not fuses_operands:
+        return set()
+    return rounded_where_made(backward.closed.jaxpr, backward.gradients)
+
+
+def _rounded(backward: Backward, fuses_operands: bool) -> set[Any]:
+    return read_rounded(backward.closed.jaxpr) if fuses_operands else set()
+
+
+def _read_by_kernels_both_ways(layer: Layer, fuses_operands: bool) -> set[int]:
     """Places of what is in memory once it was computed, and is wanted so by the backward pass."""
-    stored = in_memory(layer.linearised.jaxpr)
+    stored = _in_memory(layer, fuses_operands)
     wanted = stored & read_by_kernels(backward_of(layer).closed.jaxpr)
     return {place for place in layer.kept if place is not None and layer.values[place] in wanted}
 
@@ -122,13 +205,13 @@ def _for_the_way_back(layer: Layer) -> frozenset[int]:
     )
 
 
-def _repeated(jaxpr: Any, dear: int) -> set[int]:
+def _repeated(layer: Layer, dear: int, fuses_operands: bool) -> set[int]:
     """Places of the operations that a compiler does again inside of those that read them."""
-    stored = in_memory(jaxpr)
+    stored = _in_memory(layer, fuses_operands)
     # Which operations that are not cheap are done again for a value that is not in memory.
     behind: dict[Any, frozenset[int]] = {}
     found = set()
-    for at, eqn in enumerate(jaxpr.eqns):
+    for at, eqn in enumerate(layer.linearised.jaxpr.eqns):
         atoms = filter(_jax.is_var, eqn.invars)
         again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
         if eqn.primitive.name in _EXPENSIVE:

@@ -35,15 +35,16 @@ class Roofline:
       bandwidth: of the device's memory, in bytes per second.
       host_bandwidth: between device and host, in bytes per second.
       flops_only: whether matrix products are all that counts.
-      rounds_operands: whether matrix products read float32 rounded to bfloat16 unless they are
-        asked for more, as on a TPU; what nothing else reads is then in memory so.
+      fuses_operands: whether matrix products compute themselves what is elementwise in front of
+        them, and read float32 rounded to bfloat16 unless they are asked for more, as on a TPU;
+        what nothing else reads is then in memory so.
     """
 
     matrix_peak: float
     bandwidth: float
     host_bandwidth: float = HOST_BANDWIDTH
     flops_only: bool = False
-    rounds_operands: bool = False
+    fuses_operands: bool = False
 
     def operation(self, eqn: Any) -> float:
         """Seconds of one operation."""

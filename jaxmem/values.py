@@ -46,7 +46,7 @@ def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
     """The values of a layer and their makers, indices being places in `layer.values`."""
     places = {var: place for place, var in enumerate(layer.values)}
     sizes = [nbytes(var.aval) for var in layer.values]
-    stored = in_memory(layer.linearised.jaxpr)
+    stored = in_memory(layer.linearised.jaxpr, roofline.fuses_operands)
     free = frozenset(places[var] for var in free_values(layer) if var in places)
     operations = [
         Operation(

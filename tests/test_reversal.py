@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from budgeted import problem, question
+from budgeted_models import MODELS
 from jax import lax
 
 import jaxmem
 from budgets import nets
+from jaxmem.fitting.holes import StackHole
 from jaxmem.layer import Layer
 from jaxmem.reversal import without_checkpoint
 from jaxmem.roofline import Roofline
@@ -91,10 +93,37 @@ def test_gradients_of_a_stack_are_not_there_before_its_loops_are_reversed() -> N
     assert abs(off(step, ws, h, place=tails[-1] / (len(found.rungs) - 1), donate=(0,))) < 0.1
 
 
-def off(step, *args, place: float, donate: tuple[int, ...] = ()) -> float:
+def looked_at(target: str) -> StackHole:
+    ws = {"up": Spec((8, 256, 1024), "float32"), "down": Spec((8, 1024, 256), "float32")}
+    step = jax.grad(lambda ws, h: jnp.square(jaxmem.remat_auto(stacked)(ws, h)).sum())
+    (hole,) = problem(step, ws, Spec((4096, 256), "float32"), target=target).holes
+    assert isinstance(hole, StackHole)
+    return hole
+
+
+def test_stacks_hold_rounded_what_only_products_read_on_a_tpu() -> None:
+    """What the layer was given; not the tanh, four times as large, which its derivative reads."""
+    unit = 4096 * 256 * 4
+    gpu, tpu = looked_at("h100-80g"), looked_at("v5e-16g")
+    assert gpu.choices[0].bytes == (1 + 4 + 4) * unit
+    assert tpu.choices[0].bytes == (0.5 + 4 + 4) * unit
+    weights = 8 * 2 * 256 * 1024 * 4
+    assert (gpu.param_copies, tpu.param_copies) == (0, weights // 2)
+
+
+@pytest.mark.slow  # the TPU's compiler takes its time
+@pytest.mark.parametrize("place", [0.2, 0.6, 1.0])
+@pytest.mark.parametrize("model", ["matrix_chain", "fused_tpu"])
+def test_programs_for_a_tpu_are_foretold(model: str, place: float) -> None:
+    job = MODELS[model]()
+    found = off(job.step, *job.args, place=place, donate=(0,), target="v5e-16g")
+    assert abs(found) < 0.15
+
+
+def off(step, *args, place: float, donate: tuple[int, ...] = (), target: str = TARGET) -> float:
     """How far the temporaries of a rung of the ladder are from what they were foretold to be."""
-    found = problem(step, *args, target=TARGET, donate=donate)
+    found = problem(step, *args, target=target, donate=donate)
     rung = round(place * (len(found.rungs) - 1))
-    report = found.report(question(step, *args, target=TARGET, donate=donate), rung)
+    report = found.report(question(step, *args, target=target, donate=donate), rung)
     fixed = report.required_bytes - report.temp_bytes
     return (found.predicted[rung] - fixed) / report.temp_bytes - 1

@@ -439,10 +439,27 @@ def test_gradients_of_what_passes_by_are_cut_out_early(monkeypatch: pytest.Monke
     place = len(found.rungs) - 1
     apart = found.report(ask, place).temp_bytes
     monkeypatch.setattr(
-        straight_run, "_together", lambda code, reads, values: [values[var] for var in reads]
+        straight_run, "_together", lambda code, reads, shared, values: [values[v] for v in reads]
     )
     waiting = found.report(ask, place).temp_bytes
     assert apart < 0.97 * waiting
+
+
+@pytest.mark.slow  # the TPU's compiler takes its time
+def test_gradients_of_shared_parameters_are_made_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The TPU's compiler would else make one where it adds the other to it."""
+    job = MODELS["tied"]()
+    found = problem(job.step, *job.args, target="v5e-16g", donate=(0,))
+    ask = question(job.step, *job.args, target="v5e-16g", donate=(0,))
+    place = len(found.rungs) - 1
+    apart = found.report(ask, place).temp_bytes
+    together = straight_run._together
+    monkeypatch.setattr(
+        straight_run, "_together", lambda code, reads, shared, v: together(code, reads, (), v)
+    )
+    assert apart < 0.8 * found.report(ask, place).temp_bytes
 
 
 def test_what_is_given_to_the_function_is_kept_for_nothing_what_a_link_gives_is_not() -> None:

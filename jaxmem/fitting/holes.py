@@ -19,7 +19,7 @@ from jaxmem.plan import Plan
 from jaxmem.policies import ByLayer
 from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.problem import Graph
-from jaxmem.reversal import loose_bytes, working_bytes
+from jaxmem.reversal import loose_bytes, param_copies, tape_bytes, value_bytes, working_bytes
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, Kept
 from jaxmem.solve.keep import Keep, menu
@@ -37,6 +37,7 @@ class Hole:
     Attributes:
       digest, inputs, where: see `HolePlan`.
       param_bytes: of gradients that have to be there all at once, stacked.
+      param_copies: bytes of copies of parameters that a compiler makes for its loops.
       met: what tells the regions of the step that this is from each other.
       shards: on how many devices it runs side by side, each with arrays of its own.
     """
@@ -45,6 +46,7 @@ class Hole:
     inputs: tuple[str, ...]
     where: str
     param_bytes: int
+    param_copies: int = 0
     met: list[Any]
     shards: int = dataclasses.field(default_factory=_jax.shards)
 
@@ -136,8 +138,8 @@ class StackHole(Hole):
         return Plan.keep([(count, self._policy(choice)) for count, choice in candidate.runs])
 
     def _policy(self, choice: int) -> KeepPolicy | None:
-        keep = self.keeps[choice]
-        return keep and KeepPolicy(keep.kept, keep.offloaded, keep.bytes, self.digest)
+        keep, size = self.keeps[choice], self.choices[choice].bytes
+        return keep and KeepPolicy(keep.kept, keep.offloaded, size, self.digest)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -230,42 +232,40 @@ class Collector(ByLayer):
 
 def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackHole:
     length = stack.form.length
-    sizes = layer.problem(length)
+    fuses = roofline.fuses_operands
     graph = graph_of(layer, roofline, offload)
-    options = [keep for keep in menu(graph) if keep.bytes < sizes.tape_bytes or keep.offloaded]
+    graph = dataclasses.replace(graph, bytes=value_bytes(layer, fuses))
+    options = menu(graph)
     # Keeping everything is the program as it stands: nothing is faster, whatever a
     # roofline says of the time that it takes to keep things.
     floor = min([0.0, *(keep.seconds for keep in options)])
-    rounds = roofline.rounds_operands
-    everything = Choice(sizes.tape_bytes, floor, working_bytes(layer, rounds))
-    keeps = (None, *options)
-    choices = (
-        everything,
-        *(
-            Choice(
-                keep.bytes,
-                keep.seconds,
-                working_bytes(layer.keeping(keep.kept, keep.offloaded), rounds),
-            )
-            for keep in options
-        ),
-    )
+    everything = _choice(layer, floor, fuses)
+    others = [
+        (keep, _choice(layer.keeping(keep.kept, keep.offloaded), keep.seconds, fuses))
+        for keep in options
+    ]
+    worth = [one for one in others if one[1].bytes < everything.bytes or one[0].offloaded]
     _, _, x = layer.body.split_in(layer.body.jaxpr.in_avals)
     return StackHole(
         digest=layer.digest,
         inputs=input_types(layer),
         where=str(stack.info) if stack.info else f"a stack of {length} layers",
         length=length,
-        keeps=keeps,
-        choices=choices,
-        carry_bytes=sizes.carry_bytes,
+        keeps=(None, *(keep for keep, _ in worth)),
+        choices=(everything, *(choice for _, choice in worth)),
+        carry_bytes=layer.problem(length).carry_bytes,
         forward_seconds=sum(operation.seconds for operation in graph.operations),
-        loose_bytes=loose_bytes(layer, graph, rounds),
+        loose_bytes=loose_bytes(layer, graph, fuses),
         values=tuple(described(layer, place, roofline) for place in range(len(layer.values))),
         graph=graph,
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
+        param_copies=param_copies(layer, length, fuses),
         met=[stack],
     )
+
+
+def _choice(layer: Layer, seconds: float, fuses: bool) -> Choice:
+    return Choice(tape_bytes(layer, fuses), seconds, working_bytes(layer, fuses))
 
 
 def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:

@@ -107,7 +107,7 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
         [_several(candidate, hole.times, hole.shards) for candidate in own]
         for hole, own in zip(holes, candidates, strict=True)
     ]
-    others = fixed + gradients
+    others = fixed + gradients + sum(hole.param_copies for hole in holes)
     rungs = ladder(together(options), others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
     return StepProblem(program, holes, candidates, rungs, others, _devices(ask), name)
@@ -120,11 +120,11 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     """The speeds of a target; of an attached device that no row is known of, those of an H100."""
     known = target or targets.by_device_kind(jax.devices()[0].device_kind)
     known = known or targets.target("h100-80g")
-    rounds = known.platform == "tpu"
+    fuses = known.platform == "tpu"
     if cost == "measured":
-        return Measured(known.matrix_peak, known.bandwidth, rounds_operands=rounds)
+        return Measured(known.matrix_peak, known.bandwidth, fuses_operands=fuses)
     return Roofline(
-        known.matrix_peak, known.bandwidth, flops_only=cost == "flops", rounds_operands=rounds
+        known.matrix_peak, known.bandwidth, flops_only=cost == "flops", fuses_operands=fuses
     )
 
 

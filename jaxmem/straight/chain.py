@@ -10,7 +10,7 @@ from jaxmem import _jax
 from jaxmem.layer import Layer, nbytes
 from jaxmem.policies import Sqrt
 from jaxmem.problem import Graph
-from jaxmem.reversal import reversal_bytes, without_checkpoint
+from jaxmem.reversal import gradient_bytes, reversal_bytes, without_checkpoint
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chain
 from jaxmem.solve.cover import settle
@@ -68,9 +68,11 @@ class Chain:
                 known[layer.digest] = _stretch(layer, roofline, offload, points)
             stretch = self.stretches[first, after] = known[layer.digest]
             # Of what passes the link by, the gradient is there too while it is reversed.
-            given = code.alive_bytes(self.cuts[after])
+            passing = code.alive_bytes(self.cuts[after]) - stretch.link.carry_bytes
             links[first, after] = dataclasses.replace(
-                stretch.link, carry_bytes=given, gradient_bytes=given
+                stretch.link,
+                carry_bytes=stretch.link.carry_bytes + passing,
+                gradient_bytes=stretch.link.gradient_bytes + passing,
             )
         single = [links.pop((k, k + 1)) for k in range(len(self))]
         self.table: ChainTable = solve_chain(single, slots=200, carried=self._carried, wide=links)
@@ -165,7 +167,7 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
         size // 2 if layer.values[place] in outs else size for place, size in enumerate(graph.bytes)
     )
     graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
-    as_it_stands = without_checkpoint(layer, graph, dear=1)
+    as_it_stands = without_checkpoint(layer, graph, 1, roofline.fuses_operands)
     found = list(menu(graph, points=points))
     if roofline.flops_only:
         # Where elementwise work is free, what keeps more of it and so needs less room while it is
@@ -179,17 +181,18 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
 
     out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
+    given_bytes = gradient_bytes(layer, True) if roofline.fuses_operands else out_bytes
 
     def option(keep: Keep, seconds: float) -> Option:
         values = [layer.values[place] for place in keep.kept]
         tape_bytes = sum(nbytes(var.aval) for var in values)
         as_kept = layer.keeping(keep.kept, keep.offloaded)
-        reversal = reversal_bytes(as_kept, roofline.rounds_operands)
+        reversal = reversal_bytes(as_kept, roofline.fuses_operands)
         return Option(
             tape_bytes=tape_bytes,
             seconds=max(seconds, 0.0),
             # The tape and the gradient are counted there until they are used, not to the end.
-            work_bytes=max(reversal - tape_bytes - out_bytes, 0),
+            work_bytes=max(reversal - tape_bytes - given_bytes, 0),
             input_bytes=sum(nbytes(var.aval) for var in values if var in carry),
             output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
         )
@@ -199,7 +202,7 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
         seconds=sum(operation.seconds for operation in graph.operations),
         carry_bytes=out_bytes,
         options=tuple(choices),
-        gradient_bytes=out_bytes,
+        gradient_bytes=given_bytes,
     )
     return Stretch(layer, graph, (None, *options), link)
 

@@ -4,7 +4,8 @@ A stretch of which single values are kept is a layer that no loop is around: a s
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -31,23 +32,31 @@ def run(code: Code, plan: StraightPlan, args: Sequence[Any]) -> list[Any]:
 
 def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any]) -> None:
     """Evaluate pieces; `values` holds what they read, and then what they make."""
+    readers = Counter(var for piece in pieces for var in code.reads(piece.first, piece.last))
+    shared = {var for var, count in readers.items() if count > 1}
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
-        found = _function(code, piece)(*_together(code, reads, values))
+        found = _function(code, piece)(*_together(code, reads, shared, values))
         values.update(zip(gives, found, strict=True))
 
 
-def _together(code: Code, reads: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+def _together(
+    code: Code, reads: Sequence[Any], shared: Collection[Any], values: dict[Any, Any]
+) -> list[Any]:
     """What a piece reads, its gradients made in one go, before earlier pieces are reversed.
 
     A gradient that is a part of a larger array, as of a concatenation, would else be cut out when
-    it is wanted, and all of the array be held till then.
+    it is wanted, and all of the array be held till then.  The gradient of a parameter that other
+    pieces read too is made by itself: the compiler of TPUs would else make it where it adds theirs
+    to it, and hold all that it is made of till then.
     """
     inputs = {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
     given = {var: values[var] for var in reads}
-    made = [var for var in reads if var not in inputs and _jax.has_tangent(var.aval)]
-    if len(made) > 1:
-        given |= zip(made, _with_gradients_together([given[var] for var in made]), strict=True)
+    reached = [var for var in reads if _jax.has_tangent(var.aval)]
+    made = [var for var in reached if var not in inputs]
+    for apart in [made, *([var] for var in reached if var in inputs and var in shared)]:
+        if len(apart) > 1 or apart != made:
+            given |= zip(apart, _with_gradients_together([given[v] for v in apart]), strict=True)
     return list(given.values())
 
 
