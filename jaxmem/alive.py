@@ -3,6 +3,8 @@
 Values die at their last use, in the order in which they are traced.  Chains of elementwise
 operations are computed inside of what reads them, and are in memory only where a kernel reads
 them; they are then written over an array of their size that is read there for the last time.
+Where matrix products compute their operands themselves (on TPUs), what only they read is not in
+memory either.
 """
 
 from collections.abc import Collection, Sequence
@@ -35,7 +37,8 @@ def peak_alive(
       fuses_operands: whether matrix products compute their operands themselves, and store
         rounded what nothing else reads; see `jaxmem.roofline.Roofline`.
       exact: inputs that are not stored rounded.
-      of_products: inputs that a matrix product made, which may compute what follows as well.
+      of_products: inputs that matrix products made; such a product may as well compute what
+        follows from the input, and make that in its place.
     """
     jaxpr = closed.jaxpr
     rounded = read_rounded(jaxpr).difference(exact) if fuses_operands else set()
@@ -109,7 +112,8 @@ def read_rounded(jaxpr: Any) -> set[Any]:
             continue
         if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16:
             continue
-        if kind_of(eqn) == "view" and not exact.intersection(eqn.outvars):
+        seen_through = kind_of(eqn) == "view" and not _is_barrier(eqn)
+        if seen_through and not exact.intersection(eqn.outvars):
             continue
         exact |= atoms
     return {var for var in read - exact if getattr(var.aval, "dtype", None) == jnp.float32}
@@ -158,7 +162,7 @@ class _Lives:
 
     def evaluate(self, at: int, eqn: Any) -> None:
         """Take note of what one operation reads and makes."""
-        if eqn.primitive.name == "optimization_barrier":
+        if _is_barrier(eqn):
             for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
                 self._pass(at, atom, var)
             return
@@ -233,10 +237,10 @@ class _Ends:
     """Where chains of elementwise operations start and end.
 
     Attributes:
-      inside_of_products: what matrix products compute themselves: the ends that nothing else
-        reads, but for those below.
-      behind_products: for the result of a product from which one end only follows, that end; the
-        product computes it in the place of its result.
+      inside_of_products: what matrix products that read it compute themselves: the ends that
+        nothing else reads, but for the values of `behind_products`.
+      behind_products: for the result of a product from which one end only follows, that end,
+        which the product makes in the place of its result.
     """
 
     def __init__(self, jaxpr: Any, of_products: Collection[Any] = ()) -> None:
@@ -249,7 +253,7 @@ class _Ends:
         for eqn in jaxpr.eqns:
             kind = kind_of(eqn)
             atoms = list(filter(_jax.is_var, eqn.invars))
-            if kind in ("fused", "view"):
+            if kind in ("fused", "view") and not _is_barrier(eqn):
                 behind = frozenset().union(*(self._sources.get(a, frozenset([a])) for a in atoms))
                 self._sources.update((var, behind) for var in eqn.outvars)
                 if kind == "view" and atoms:
@@ -277,6 +281,10 @@ class _Ends:
         for source in self._sources.get(base, frozenset([base])):
             self._ends.setdefault(source, set()).add(base)
         return base
+
+
+def _is_barrier(eqn: Any) -> bool:
+    return eqn.primitive.name == "optimization_barrier"
 
 
 def _behind_views(atom: Any, views: dict[Any, Any]) -> list[Any]:

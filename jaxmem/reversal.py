@@ -51,7 +51,10 @@ def value_bytes(layer: Layer, fuses_operands: bool = False) -> tuple[int, ...]:
 
 
 def param_copies(layer: Layer, length: int, fuses_operands: bool = False) -> int:
-    """Bytes of the rounded copies that are made, in front of a loop, of all layers' parameters."""
+    """Bytes of the rounded copies that are made, in front of a loop, of all layers' parameters.
+
+    And of whatever else the loop reads that is the same for all layers, or is stacked.
+    """
     backward = backward_of(layer)
     rounded = _rounded(backward, fuses_operands)
     of_all = [var for var in backward.consts if var in rounded]
@@ -78,10 +81,10 @@ def reversal_bytes(layer: Layer, fuses_operands: bool = False) -> int:
     )
 
 
-def gradient_bytes(layer: Layer, fuses_operands: bool = False) -> int:
-    """Of the gradients of a layer's results, where matrix products make them."""
+def given_bytes(layer: Layer) -> int:
+    """Of the gradients that a layer is given, where matrix products make them and fuse operands."""
     backward = backward_of(layer)
-    return sum(_stored(backward.gradients, _rounded_gradients(backward, fuses_operands)))
+    return sum(_stored(backward.gradients, _rounded_gradients(backward, True)))
 
 
 def loose_bytes(layer: Layer, graph: Graph, fuses_operands: bool = False) -> int:
@@ -89,7 +92,9 @@ def loose_bytes(layer: Layer, graph: Graph, fuses_operands: bool = False) -> int
 
     Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
     """
-    plain = without_checkpoint(layer, graph, int(fuses_operands), fuses_operands)
+    # Where products compute their operands, a gelu is computed there as well, its tanh included.
+    dear = 1 if fuses_operands else 0
+    plain = without_checkpoint(layer, graph, dear, fuses_operands)
     backward = backward_of(layer.keeping(plain.kept))
     return peak_alive(backward.closed, held=backward.tape, fuses_operands=fuses_operands)
 
@@ -104,7 +109,7 @@ def without_checkpoint(
     itself, outside of loops, inside of what reads it, if at most `dear` operations between what is
     in memory and that are not cheap; so of the rest kept is the least from which it follows by such
     operations.  In straight-line code the tanh of a gelu is computed again; the one layer beside a
-    loop is foretold better with none.
+    loop is foretold better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)
     anyway = (

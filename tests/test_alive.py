@@ -116,6 +116,17 @@ def test_a_cast_to_what_products_read_is_stored_in_its_place():
     assert y not in rounded
 
 
+def test_barriers_keep_products_from_computing_and_from_rounding():
+    def barred(x):
+        left, right = lax.optimization_barrier((jnp.sin(x @ x), jnp.cos(x @ x.T)))
+        return left @ x, right @ x
+
+    closed = jax.make_jaxpr(barred)(X)
+    (barrier,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "optimization_barrier")
+    assert not read_rounded(closed.jaxpr).intersection(barrier.invars)
+    assert alive(barred, X, fuses=True) == alive(barred, X)
+
+
 def test_gradients_that_products_make_and_read_are_rounded_where_they_are_made():
     def through_tanh(given, derivative, w):
         through = given * derivative

@@ -107,6 +107,7 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
         [_several(candidate, hole.times, hole.shards) for candidate in own]
         for hole, own in zip(holes, candidates, strict=True)
     ]
+    # Of several regions of one hole the copies are made one after the other.
     others = fixed + gradients + sum(hole.param_copies for hole in holes)
     rungs = ladder(together(options), others)
     name = "local" if ask.accelerator is None else ask.accelerator.name

@@ -10,7 +10,7 @@ from jaxmem import _jax
 from jaxmem.layer import Layer, nbytes
 from jaxmem.policies import Sqrt
 from jaxmem.problem import Graph
-from jaxmem.reversal import gradient_bytes, reversal_bytes, without_checkpoint
+from jaxmem.reversal import given_bytes, reversal_bytes, without_checkpoint
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chain
 from jaxmem.solve.cover import settle
@@ -181,7 +181,7 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
     options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
 
     out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
-    given_bytes = gradient_bytes(layer, True) if roofline.fuses_operands else out_bytes
+    gradient_bytes = given_bytes(layer) if roofline.fuses_operands else out_bytes
 
     def option(keep: Keep, seconds: float) -> Option:
         values = [layer.values[place] for place in keep.kept]
@@ -192,7 +192,7 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
             tape_bytes=tape_bytes,
             seconds=max(seconds, 0.0),
             # The tape and the gradient are counted there until they are used, not to the end.
-            work_bytes=max(reversal - tape_bytes - given_bytes, 0),
+            work_bytes=max(reversal - tape_bytes - gradient_bytes, 0),
             input_bytes=sum(nbytes(var.aval) for var in values if var in carry),
             output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
         )
@@ -202,7 +202,7 @@ def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> St
         seconds=sum(operation.seconds for operation in graph.operations),
         carry_bytes=out_bytes,
         options=tuple(choices),
-        gradient_bytes=given_bytes,
+        gradient_bytes=gradient_bytes,
     )
     return Stretch(layer, graph, (None, *options), link)
 

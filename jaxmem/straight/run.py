@@ -46,17 +46,20 @@ def _together(
     """What a piece reads, its gradients made in one go, before earlier pieces are reversed.
 
     A gradient that is a part of a larger array, as of a concatenation, would else be cut out when
-    it is wanted, and all of the array be held till then.  The gradient of a parameter that other
-    pieces read too is made by itself: the compiler of TPUs would else make it where it adds theirs
-    to it, and hold all that it is made of till then.
+    it is wanted, and all of the array be held till then.  The gradient of an input of the function
+    (a parameter) that other pieces read too is made by itself: the compiler of TPUs would else make
+    it where it adds theirs to it, and hold all that it is made of till then.
     """
     inputs = {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
     given = {var: values[var] for var in reads}
     reached = [var for var in reads if _jax.has_tangent(var.aval)]
     made = [var for var in reached if var not in inputs]
-    for apart in [made, *([var] for var in reached if var in inputs and var in shared)]:
-        if len(apart) > 1 or apart != made:
-            given |= zip(apart, _with_gradients_together([given[v] for v in apart]), strict=True)
+    # What stands in one group has its gradients made in one go.
+    groups = [[var] for var in reached if var in inputs and var in shared]
+    if len(made) > 1:
+        groups.append(made)
+    for group in groups:
+        given |= zip(group, _with_gradients_together([given[v] for v in group]), strict=True)
     return list(given.values())
 
 
