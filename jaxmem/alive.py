@@ -240,22 +240,29 @@ class _Ends:
       inside_of_products: what matrix products that read it compute themselves: the ends that
         nothing else reads, but for the values of `behind_products`.
       behind_products: for the result of a product from which one end only follows, that end,
-        which the product makes in the place of its result.
+        which the product makes in the place of its result, summed up besides if need be.
     """
 
     def __init__(self, jaxpr: Any, of_products: Collection[Any] = ()) -> None:
         self._sources: dict[Any, frozenset[Any]] = {}
         self._ends: dict[Any, set[Any]] = {}
         self._views: dict[Any, Any] = {}
+        # What was summed up, wholly, before a value could be computed.
+        summed: dict[Any, frozenset[Any]] = {}
         by_products: set[Any] = set()
         by_others: set[Any] = set()
         products = set(of_products)
         for eqn in jaxpr.eqns:
             kind = kind_of(eqn)
             atoms = list(filter(_jax.is_var, eqn.invars))
-            if kind in ("fused", "view") and not _is_barrier(eqn):
-                behind = frozenset().union(*(self._sources.get(a, frozenset([a])) for a in atoms))
+            behind = frozenset().union(*map(self._behind, atoms))
+            before = frozenset().union(*(summed.get(atom, frozenset()) for atom in atoms))
+            if kind == "reduction":
+                summed.update((var, before | behind) for var in eqn.outvars)
+                by_others.update(_behind_views(atom, self._views)[-1] for atom in atoms)
+            elif kind in ("fused", "view") and not _is_barrier(eqn):
                 self._sources.update((var, behind) for var in eqn.outvars)
+                summed.update((var, before) for var in eqn.outvars)
                 if kind == "view" and atoms:
                     self._views.update((var, atoms[0]) for var in eqn.outvars)
             elif flops.is_matmul(eqn):
@@ -270,6 +277,7 @@ class _Ends:
             for source in products
             for end in self._ends.get(source, ())
             if self._ends[source] == {end} and end in only and end.aval.size == source.aval.size
+            if source not in summed.get(end, ())
         }
         inside = only.intersection(self._sources).difference(self.behind_products.values())
         views = (var for var in self._views if _behind_views(var, self._views)[-1] in inside)
@@ -278,9 +286,12 @@ class _Ends:
     def _end(self, atom: Any) -> Any:
         """Take note that a chain ends here; what it is that is stored, if anything is."""
         base = _behind_views(atom, self._views)[-1]
-        for source in self._sources.get(base, frozenset([base])):
+        for source in self._behind(base):
             self._ends.setdefault(source, set()).add(base)
         return base
+
+    def _behind(self, atom: Any) -> frozenset[Any]:
+        return self._sources.get(atom, frozenset([atom]))
 
 
 def _is_barrier(eqn: Any) -> bool:

@@ -108,6 +108,16 @@ def test_what_is_elementwise_is_computed_inside_of_products_where_they_do_that()
     assert alive(lambda x: jnp.sin(x @ x) @ x + jnp.sin(x @ x).cumsum(0), X, fuses=True) == 3
 
 
+def test_what_is_summed_up_besides_is_made_in_the_place_of_the_product_unless_it_needs_the_sum():
+    def summed(x, divided):
+        first = x @ x
+        total = first.sum()
+        return jnp.sin(first / total if divided else first) @ x, total
+
+    assert alive(lambda x: summed(x, False), X, fuses=True) == 1.5 + 4 / SIZE
+    assert alive(lambda x: summed(x, True), X, fuses=True) == 2 + 4 / SIZE
+
+
 def test_a_cast_to_what_products_read_is_stored_in_its_place():
     closed = jax.make_jaxpr(lambda x, y: (x.astype(jnp.bfloat16) @ y, jnp.sin(y)))(X, X)
     x, y = closed.jaxpr.invars
@@ -163,4 +173,4 @@ def test_it_is_what_a_compiler_allocates(where):
     outputs = sum(4 * int(np.prod(size)) for size in sizes)
     assert stats["output_bytes"] >= outputs
     foretold = peak_alive(closed, fuses_operands=where == "tpu")
-    assert abs(foretold / (stats["temp_bytes"] + outputs) - 1) < 0.06
+    assert abs(foretold / (stats["temp_bytes"] + outputs) - 1) < 0.05
