@@ -112,12 +112,10 @@ def without_checkpoint(
     loop is foretold better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)
-    anyway = (
-        frozenset(unnamed[place] for place in _read_by_kernels_both_ways(layer, fuses_operands))
-        - graph.free
-    )
+    stored = _in_memory(layer, fuses_operands)
+    anyway = frozenset(unnamed[at] for at in _read_by_kernels_both_ways(layer, stored)) - graph.free
     late = _for_the_way_back(layer)
-    repeated = _repeated(layer, dear, fuses_operands) | late
+    repeated = _repeated(layer.linearised.jaxpr, stored, dear) | late
     operations = tuple(
         Operation(
             inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
@@ -186,10 +184,9 @@ def _rounded(backward: Backward, fuses_operands: bool) -> set[Any]:
     return read_rounded(backward.closed.jaxpr) if fuses_operands else set()
 
 
-def _read_by_kernels_both_ways(layer: Layer, fuses_operands: bool) -> set[int]:
+def _read_by_kernels_both_ways(layer: Layer, stored: Collection[Any]) -> set[int]:
     """Places of what is in memory once it was computed, and is wanted so by the backward pass."""
-    stored = _in_memory(layer, fuses_operands)
-    wanted = stored & read_by_kernels(backward_of(layer).closed.jaxpr)
+    wanted = read_by_kernels(backward_of(layer).closed.jaxpr).intersection(stored)
     return {place for place in layer.kept if place is not None and layer.values[place] in wanted}
 
 
@@ -210,13 +207,12 @@ def _for_the_way_back(layer: Layer) -> frozenset[int]:
     )
 
 
-def _repeated(layer: Layer, dear: int, fuses_operands: bool) -> set[int]:
+def _repeated(jaxpr: Any, stored: Collection[Any], dear: int) -> set[int]:
     """Places of the operations that a compiler does again inside of those that read them."""
-    stored = _in_memory(layer, fuses_operands)
     # Which operations that are not cheap are done again for a value that is not in memory.
     behind: dict[Any, frozenset[int]] = {}
     found = set()
-    for at, eqn in enumerate(layer.linearised.jaxpr.eqns):
+    for at, eqn in enumerate(jaxpr.eqns):
         atoms = filter(_jax.is_var, eqn.invars)
         again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
         if eqn.primitive.name in _EXPENSIVE:

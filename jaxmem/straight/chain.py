@@ -68,10 +68,11 @@ class Chain:
                 known[layer.digest] = _stretch(layer, roofline, offload, points)
             stretch = self.stretches[first, after] = known[layer.digest]
             # Of what passes the link by, the gradient is there too while it is reversed.
-            passing = code.alive_bytes(self.cuts[after]) - stretch.link.carry_bytes
+            given = code.alive_bytes(self.cuts[after])
+            passing = given - stretch.link.carry_bytes
             links[first, after] = dataclasses.replace(
                 stretch.link,
-                carry_bytes=stretch.link.carry_bytes + passing,
+                carry_bytes=given,
                 gradient_bytes=stretch.link.gradient_bytes + passing,
             )
         single = [links.pop((k, k + 1)) for k in range(len(self))]
