@@ -5,6 +5,7 @@ Both share the axis of bytes: the bar of the peak stands as high as the peak.
 
 import dataclasses
 import os
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ class _Picture:
         return max(self.timeline.bytes, default=0)
 
     def draw(self, most: int) -> None:
-        title = textwrap.wrap(clean(self.report.verdict), 108, max_lines=3, placeholder=" …")
+        title = _lines_of(clean(self.report.verdict))
         put(self.figure, 0.012, 0.975, "\n".join(title), 10.5, va="top", weight="bold")
         self._make_room(0.925 - 0.035 * len(title))
         parts = pieces(self.report, self.peak, most)
@@ -200,3 +201,12 @@ class _Picture:
         half = text.get_window_extent(renderer(self.figure)).width / 2
         scale = self.axes.get_window_extent().width / max(t.length, 1)
         text.set_x(min(max(t.peak_step + 0.5, half / scale), t.length - half / scale))
+
+
+def _lines_of(title: str, width: int = 108) -> list[str]:
+    """Few lines, about equally long, no number without its unit."""
+    whole = re.sub(r"(\d) (?=[KMGT]?i?B\b)", "\\1\N{NO-BREAK SPACE}", title)
+    lines = textwrap.wrap(whole, width, max_lines=3, placeholder=" …")
+    while width > 1 and len(closer := textwrap.wrap(whole, width - 1)) == len(lines):
+        lines, width = closer, width - 1
+    return lines
