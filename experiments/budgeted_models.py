@@ -39,7 +39,7 @@ def matrix_chain(batch: int = 65536) -> jaxmem.Job:
     return _step("matrix_chain", forward, params, Spec((batch, widths[0]), "float32"))
 
 
-def unet(batch: int = 64, size: int = 128, width: int = 32, levels: int = 3) -> jaxmem.Job:
+def unet(batch: int = 256, size: int = 64, width: int = 32, levels: int = 3) -> jaxmem.Job:
     """Two convolutions at each level, down and up again, what went down joined to what comes up."""
 
     def pair(name: str, given: int, made: int) -> dict[str, Spec]:

@@ -135,7 +135,11 @@ def _rows(options: Options, known: Table[Row], target: str) -> list[Row]:
         for rival in options.rivals:
             with _step(bar, rival.name):
                 if _find(known, made, rival.kind, rival.name) is None:
-                    known.add(rival.row(options.size, made, **options.compiling))
+                    try:
+                        known.add(rival.row(options.size, made, **options.compiling))
+                    except jaxmem.CompileError as error:  # the others can still be compared
+                        why = str(error).partition("\n")[0]
+                        tqdm.write(f"{rival.name} is not in the table: {why}")
         asked = rivals.asked(of(known, made, *RIVALS), all_of_it=not options.small)
         bar.total += len(asked) + 1
         with _step(bar, "frontier"):

@@ -28,6 +28,8 @@ def peak_alive(
     fuses_operands: bool = False,
     exact: Collection[Any] = (),
     of_products: Collection[Any] = (),
+    parted: Collection[Any] = (),
+    lasting: Collection[Any] = (),
 ) -> int:
     """The most bytes alive at once, of what is computed.
 
@@ -39,10 +41,14 @@ def peak_alive(
       exact: inputs that are not stored rounded.
       of_products: inputs that matrix products made; such a product may as well compute what
         follows from the input, and make that in its place.
+      parted: results of which none is left a part of something larger, as of the gradient of a
+        concatenation, but all are arrays of their own in the end.
+      lasting: of `held`, what is alive to the end, since others read it later.
     """
     jaxpr = closed.jaxpr
     rounded = read_rounded(jaxpr).difference(exact) if fuses_operands else set()
-    lives = _Lives(closed, held, in_memory(jaxpr, fuses_operands, of_products), rounded)
+    stored = in_memory(jaxpr, fuses_operands, of_products)
+    lives = _Lives(closed, held, stored, rounded, _cut_out(jaxpr) if fuses_operands else ())
     waiting = set(copied)
     for at, eqn in enumerate(jaxpr.eqns):
         for atom in eqn.invars:
@@ -52,6 +58,10 @@ def peak_alive(
         lives.evaluate(at, eqn)
     for atom in filter(_jax.is_var, jaxpr.outvars):
         lives.read(atom, len(jaxpr.eqns))
+    for var in lasting:
+        lives.read(var, len(jaxpr.eqns))
+    for var in parted:
+        lives.part(len(jaxpr.eqns), var, var)
     return lives.peak()
 
 
@@ -131,9 +141,11 @@ class _Lives:
         held: Sequence[Any],
         stored: Collection[Any],
         rounded: Collection[Any],
+        cut_out: Collection[Any] = (),
     ) -> None:
         jaxpr = closed.jaxpr
         self._rounded = rounded
+        self._cut_out = cut_out
         self._stored = {*filter(_jax.is_var, jaxpr.outvars), *stored}
         self._length = len(jaxpr.eqns)
         # Which arrays in memory have to be alive for a value to be read.
@@ -170,7 +182,9 @@ class _Lives:
         made = [
             var
             for var in eqn.outvars
-            if kind in ("kernel", "reduction") or (var in self._stored and kind != "view")
+            if kind in ("kernel", "reduction")
+            or (var in self._stored and kind != "view")
+            or var in self._cut_out
         ]
         behind = frozenset().union(*(self._behind_of(atom) for atom in eqn.invars))
         for var in eqn.outvars:
@@ -185,6 +199,12 @@ class _Lives:
             self.make(var, at)
         if kind == "fused" and made:
             self._over.append((at, behind, made))
+
+    def part(self, at: int, atom: Any, var: Any) -> None:
+        """What is a part of something larger is copied."""
+        if sum(map(self._bytes, self._behind_of(atom))) > self._bytes(var):
+            self.read(atom, at)
+            self.make(var, at)
 
     def peak(self) -> int:
         changes = [0] * (self._length + 2)
@@ -222,9 +242,7 @@ class _Lives:
         behind = self._behind_of(atom)
         self._behind[var] = behind
         self._passed.update(behind)
-        if sum(map(self._bytes, behind)) > self._bytes(var):
-            self.read(atom, at)
-            self.make(var, at)
+        self.part(at, atom, var)
 
     def _behind_of(self, atom: Any) -> frozenset[Any]:
         return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
@@ -292,6 +310,22 @@ class _Ends:
 
     def _behind(self, atom: Any) -> frozenset[Any]:
         return self._sources.get(atom, frozenset([atom]))
+
+
+def _cut_out(jaxpr: Any) -> set[Any]:
+    """Parts of a whole (a concatenation's gradient) that are copied, as reductions read them."""
+    parts: set[Any] = set()
+    views: dict[Any, Any] = {}
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        atoms = list(filter(_jax.is_var, eqn.invars))
+        if eqn.primitive.name == "split":
+            parts.update(eqn.outvars)
+        elif kind_of(eqn) == "view" and atoms:
+            views.update((var, atoms[0]) for var in eqn.outvars)
+        elif kind_of(eqn) == "reduction":
+            found.update(_behind_views(atom, views)[-1] for atom in atoms)
+    return found & parts
 
 
 def _is_barrier(eqn: Any) -> bool:

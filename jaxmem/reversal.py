@@ -62,22 +62,30 @@ def param_copies(layer: Layer, length: int, fuses_operands: bool = False) -> int
     return sum(_stored(of_all, rounded)) + length * sum(_stored(of_each, rounded))
 
 
-def reversal_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+def reversal_bytes(
+    layer: Layer, fuses_operands: bool = False, lasting: Collection[Any] = ()
+) -> int:
     """About the most that is alive while a layer outside of loops is reversed.
 
-    Its tape and the gradient of its results among it, each till its last use.
+    Its tape and the gradient of its results among it, each till its last use, and what of the tape
+    is `lasting` to the end: others hold it, too.
     """
     backward = backward_of(layer, in_turn=True)
     held = [*backward.tape, *backward.gradients]
     # What others hand over they may read, too, and not rounded; so do barriers.
     waiting = {var for turn in backward.turns for var in turn.waits}
     rounded = _rounded_gradients(backward, fuses_operands) - waiting
+    # Through a barrier go the gradients that others wait for, if there are several.
+    _, reached, _ = layer.by_role(backward.closed.jaxpr.outvars)
+    parted = [atom for atom in reached if _jax.is_var(atom)]
     return peak_alive(
         backward.closed,
         held=held,
         fuses_operands=fuses_operands,
         exact=set(held) - rounded,
         of_products=rounded,
+        parted=parted if len(parted) > 1 else (),
+        lasting=lasting,
     )
 
 

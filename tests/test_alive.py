@@ -16,10 +16,19 @@ X = jax.ShapeDtypeStruct((64, 64), "float32")
 SIZE = 64 * 64 * 4
 
 
-def alive(fn, *specs, held=(), fuses=False):
+def alive(fn, *specs, held=(), lasting=(), fuses=False, parted=False):
     closed = jax.make_jaxpr(fn)(*specs)
-    held = [closed.jaxpr.invars[k] for k in held]
-    return peak_alive(closed, held=held, fuses_operands=fuses) / SIZE
+    ins, outs = closed.jaxpr.invars, closed.jaxpr.outvars
+    return (
+        peak_alive(
+            closed,
+            held=[ins[k] for k in held],
+            lasting=[ins[k] for k in lasting],
+            fuses_operands=fuses,
+            parted=outs if parted else (),
+        )
+        / SIZE
+    )
 
 
 def test_products_are_in_memory_until_they_are_read():
@@ -64,6 +73,32 @@ def test_what_is_held_is_there_until_it_is_read_and_can_be_written_over():
     assert alive(lambda x, y: (x @ x) @ y, X, X, held=[1]) == 3
     assert alive(lambda x, y: ((x * y) @ x) @ x, X, X, held=[1]) == 2
     assert alive(lambda x, y: x * y, X, X, held=[1]) == 1
+
+
+def test_what_others_hold_too_is_there_to_the_end():
+    def thrice(x, y):
+        return ((x @ y) @ y) @ y
+
+    assert alive(thrice, X, X, held=[0]) == 2
+    assert alive(thrice, X, X, held=[0], lasting=[0]) == 3
+
+
+def test_parts_that_are_parted_stand_beside_the_whole():
+    def halves(x):
+        return jnp.split(x @ x, 2)
+
+    assert alive(halves, X) == 1
+    assert alive(halves, X, parted=True) == 2
+    assert alive(lambda x: [x @ x], X, parted=True) == 1
+
+
+def test_parts_that_are_summed_up_are_copied_where_products_fuse_operands():
+    def summed(x):
+        first, second = jnp.split(x @ x, 2)
+        return first.reshape(16, 2, 64).sum(1), second
+
+    assert alive(summed, X) == 1.25
+    assert alive(summed, X, fuses=True) == 1.75
 
 
 def test_a_part_keeps_all_of_its_array_unless_it_is_behind_a_barrier():

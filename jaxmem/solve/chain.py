@@ -32,7 +32,17 @@ from jaxmem.solve.links import (
 from jaxmem.solve.unequal import Table
 from jaxmem.solve.uniform import UniformTable
 
-__all__ = ["Again", "ChainPlan", "ChainTable", "Kept", "Link", "Option", "solve_chain"]
+__all__ = [
+    "Again",
+    "ChainPlan",
+    "ChainTable",
+    "Kept",
+    "Link",
+    "Option",
+    "Steps",
+    "peak_bytes",
+    "solve_chain",
+]
 
 # ---------------------------------------------------------------- types
 

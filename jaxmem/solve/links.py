@@ -99,6 +99,9 @@ class Kept:
         return links[self.link] if self.length == 1 else wide[self.link, self.after]
 
 
+NO_MORE: Mapping[Kept, int] = {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Again:
     """Links first..last-1: evaluated without a tape, and again, by `inner`, to be reversed."""
@@ -145,8 +148,14 @@ def peak_bytes(
     links: Sequence[Link],
     carried: Carried | None = None,
     wide: Wide = NO_WIDE,
+    more: Mapping[Kept, int] = NO_MORE,
 ) -> int:
-    """Bytes alive at the worst moment of a plan whose first input is held by others."""
+    """Bytes alive at the worst moment of a plan whose first input is held by others.
+
+    Args:
+      carried, wide: see `jaxmem.solve.chain.solve_chain`.
+      more: work_bytes of kept links beside those of their options.
+    """
     end = steps[-1]
     gradient = links[(end.after if isinstance(end, Kept) else end.last) - 1].gradient_bytes
     held = peak = passed = 0
@@ -164,7 +173,7 @@ def peak_bytes(
             peak = max(
                 peak,
                 held + gradient + evaluation_bytes(links, step.first, step.last),
-                held + peak_bytes(step.inner, links, carried, wide),
+                held + peak_bytes(step.inner, links, carried, wide, more),
             )
             continue
         link = step.among(links, wide)
@@ -175,7 +184,7 @@ def peak_bytes(
         peak = max(
             peak,
             held + gradient + charge + waiting + link.carry_bytes - option.output_bytes,
-            held + link.gradient_bytes + charge + option.work_bytes,
+            held + link.gradient_bytes + charge + option.work_bytes + more.get(step, 0),
         )
         held, passed = held + charge, option.output_bytes
     return peak

@@ -1,4 +1,4 @@
-"""Code without a scan: cut where little is alive (`code`), planned (`chain`), run (`run`)."""
+"""Code without a scan: cut where little is alive (`code`), planned link by link (`chain`), run."""
 
 from jaxmem.straight.chain import Chain, by_sqrt
 from jaxmem.straight.code import Code

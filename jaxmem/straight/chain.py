@@ -9,34 +9,23 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.layer import Layer, nbytes
 from jaxmem.policies import Sqrt
-from jaxmem.problem import Graph
-from jaxmem.reversal import given_bytes, reversal_bytes, without_checkpoint
 from jaxmem.roofline import Roofline
-from jaxmem.solve.chain import Again, ChainTable, Kept, Link, Option, solve_chain
-from jaxmem.solve.cover import settle
-from jaxmem.solve.keep import Keep, menu
+from jaxmem.solve.chain import (
+    Again,
+    ChainPlan,
+    ChainTable,
+    Kept,
+    Link,
+    Steps,
+    peak_bytes,
+    solve_chain,
+)
 from jaxmem.straight.code import Code
 from jaxmem.straight.plan import Piece, StraightPlan
-from jaxmem.values import graph_of, unnamed_places
+from jaxmem.straight.stretch import Stretch, stretch_of
+from jaxmem.values import unnamed_places
 
 # ---------------------------------------------------------------- types
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stretch:
-    """What of one link can be kept, the same for all that compute the same.
-
-    Attributes:
-      layer: the stretch as a layer.
-      graph: as its solver saw it.
-      keeps: the options; None for everything.
-      link: for the chain.
-    """
-
-    layer: Layer
-    graph: Graph
-    keeps: tuple[Keep | None, ...]
-    link: Link
 
 
 class Chain:
@@ -48,7 +37,7 @@ class Chain:
     Attributes:
       code, cuts: what was cut, and where.
       stretches: of each link, by its number and that behind it, and of several as one.
-      table: the plans that no other beats in bytes and seconds.
+      plans: those that no other beats in bytes and seconds, from the fewest bytes on.
 
     Args:
       points: how many options of a link are looked for besides the corners of its hull, which
@@ -65,7 +54,7 @@ class Chain:
         for first, after in _widths(len(self)):
             layer = code.layer(self.cuts[first], self.cuts[after])
             if layer.digest not in known:
-                known[layer.digest] = _stretch(layer, roofline, offload, points)
+                known[layer.digest] = stretch_of(layer, roofline, offload, points)
             stretch = self.stretches[first, after] = known[layer.digest]
             # Of what passes the link by, the gradient is there too while it is reversed.
             given = code.alive_bytes(self.cuts[after])
@@ -76,7 +65,9 @@ class Chain:
                 gradient_bytes=stretch.link.gradient_bytes + passing,
             )
         single = [links.pop((k, k + 1)) for k in range(len(self))]
-        self.table: ChainTable = solve_chain(single, slots=200, carried=self._carried, wide=links)
+        self._single, self._wide = single, links
+        table = solve_chain(single, slots=200, carried=self._carried, wide=links)
+        self.plans = self._looked_at_again(table)
 
     def __len__(self) -> int:
         """How many links there are."""
@@ -107,6 +98,60 @@ class Chain:
         shift = first - _first(stretch.layer)
         return Piece(first, last, tuple(k + shift for k in kept), tuple(k + shift for k in sent))
 
+    def _looked_at_again(self, table: ChainTable) -> tuple[ChainPlan, ...]:
+        """The plans of a table, with what each needs as it will be run."""
+        found: list[ChainPlan] = []
+        for size, _ in table.frontier():
+            plan = table.plan(size)
+            assert plan is not None  # it is one of the table's
+            needs = max(plan.bytes, self._needed(plan.steps))
+            found.append(dataclasses.replace(plan, bytes=needs))
+        best: list[ChainPlan] = []
+        for plan in sorted(found, key=lambda plan: (plan.bytes, plan.seconds)):
+            if not best or plan.seconds < best[-1].seconds:
+                best.append(plan)
+        return tuple(best)
+
+    def _needed(self, steps: Steps) -> int:
+        """Bytes alive at the worst moment, with what the dynamic program does not see."""
+        more: dict[Kept, int] = {}
+        self._add_more(steps, frozenset(), more)
+        needed = peak_bytes(steps, self._single, self._carried, self._wide, more)
+        if all(isinstance(step, Kept) and step.option == 0 for step in steps):
+            # Run as one piece: no barrier cuts the parts of a gradient out of the whole.
+            link = self._wide[0, len(self)] if len(self) > 1 else self._single[0]
+            whole = link.options[0]
+            needed = max(needed, whole.tape_bytes + whole.work_bytes + link.gradient_bytes)
+        return needed
+
+    def _add_more(self, steps: Steps, held: frozenset[Any], more: dict[Kept, int]) -> None:
+        """While a link is reversed, those of its inputs stay that others before it hold."""
+        for step in steps:
+            if isinstance(step, Again):
+                self._add_more(step.inner, held, more)
+                held |= set(self.code.reads(self.cuts[step.first], self.cuts[step.last]))
+                continue
+            stretch, stored = self.stretch(step), self._stored(step)
+            lasting = frozenset(place for place, var in stored.items() if var in held)
+            if lasting:
+                more[step] = stretch.more_work(step.option, lasting)
+            held |= set(stored.values())
+
+    def _stored(self, kept: Kept) -> dict[int, Any]:
+        """Of the values that are kept, by place, those that others read or made."""
+        first, last = self.cuts[kept.link], self.cuts[kept.after]
+        stretch = self.stretch(kept)
+        layer, unnamed = stretch.layer, unnamed_places(stretch.layer)
+        results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
+        reads, _ = self.code.ordered_reads(first, last)
+        gives = self.code.gives(first, last)
+        seen: dict[int, Any] = dict(enumerate(reads))
+        for place, var in zip(_places_of(layer, results), gives, strict=True):
+            if place is not None:
+                seen[unnamed[place]] = var
+        places = stretch.places[kept.option]
+        return {place: seen[unnamed[place]] for place in places if unnamed[place] in seen}
+
     def _carried(self, i: int, j: int) -> int:
         """What the input of link j adds where that of link i is held."""
         held = set(self.code.alive[self.cuts[i]])
@@ -132,11 +177,8 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
         return None
     chain = Chain(code, _ANY, points=0)
     forward = sum(chain.stretches[k, k + 1].link.seconds for k in range(len(chain)))
-    within = [
-        size for size, seconds in chain.table.frontier() if seconds <= policy.levels * forward
-    ]
-    best = chain.table.plan(min(within)) if within else None
-    return None if best is None else (code, chain.plan(best.steps))
+    within = [plan for plan in chain.plans if plan.seconds <= policy.levels * forward]
+    return (code, chain.plan(within[0].steps)) if within else None
 
 
 # ---------------------------------------------------------------- implementation
@@ -152,65 +194,10 @@ def _widths(count: int) -> list[tuple[int, int]]:
     return sorted(found, key=lambda one: (one[1] - one[0], one))
 
 
-def _stretch(layer: Layer, roofline: Roofline, offload: bool, points: int) -> Stretch:
-    graph = graph_of(layer, roofline, offload)
-    names = {
-        place
-        for place, var in enumerate(layer.values)
-        if (eqn := layer.made_by(var)) is None or _jax.name_given_by(eqn) is not None
-    }
-    _, carry, _ = layer.body.split_in(layer.linearised.jaxpr.invars)
-    results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
-    unnamed = unnamed_places(layer)
-    outs = {*results, *(layer.values[unnamed[place]] for place in _places(layer, results))}
-    # The next link holds its input in most plans, so that keeping a result is often free.
-    sizes = tuple(
-        size // 2 if layer.values[place] in outs else size for place, size in enumerate(graph.bytes)
-    )
-    graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
-    as_it_stands = without_checkpoint(layer, graph, 1, roofline.fuses_operands)
-    found = list(menu(graph, points=points))
-    if roofline.flops_only:
-        # Where elementwise work is free, what keeps more of it and so needs less room while it is
-        # reversed does not stand out: those choices are found by their time.
-        timed = graph_of(layer, dataclasses.replace(roofline, flops_only=False), offload)
-        timed = dataclasses.replace(timed, keepable=graph.keepable, bytes=sizes)
-        others = [(keep.kept, keep.offloaded) for keep in menu(timed, points=points)]
-        known = {(keep.kept, keep.offloaded) for keep in found}
-        again = [settle(graph, *map(frozenset, other)) for other in others if other not in known]
-        found += [keep for keep in again if keep is not None]
-    options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
-
-    out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
-    gradient_bytes = given_bytes(layer) if roofline.fuses_operands else out_bytes
-
-    def option(keep: Keep, seconds: float) -> Option:
-        values = [layer.values[place] for place in keep.kept]
-        tape_bytes = sum(nbytes(var.aval) for var in values)
-        as_kept = layer.keeping(keep.kept, keep.offloaded)
-        reversal = reversal_bytes(as_kept, roofline.fuses_operands)
-        return Option(
-            tape_bytes=tape_bytes,
-            seconds=max(seconds, 0.0),
-            # The tape and the gradient are counted there until they are used, not to the end.
-            work_bytes=max(reversal - tape_bytes - gradient_bytes, 0),
-            input_bytes=sum(nbytes(var.aval) for var in values if var in carry),
-            output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
-        )
-
-    choices = [option(as_it_stands, 0.0), *(option(keep, keep.seconds) for keep in options)]
-    link = Link(
-        seconds=sum(operation.seconds for operation in graph.operations),
-        carry_bytes=out_bytes,
-        options=tuple(choices),
-        gradient_bytes=gradient_bytes,
-    )
-    return Stretch(layer, graph, (None, *options), link)
-
-
-def _places(layer: Layer, atoms: Sequence[Any]) -> list[int]:
-    wanted = {atom for atom in atoms if _jax.is_var(atom)}
-    return [place for place, var in enumerate(layer.values) if var in wanted]
+def _places_of(layer: Layer, atoms: Sequence[Any]) -> list[int | None]:
+    """The place of each; None for a literal."""
+    places = {var: place for place, var in enumerate(layer.values)}
+    return [places[atom] if _jax.is_var(atom) else None for atom in atoms]
 
 
 def _operations(layer: Layer, places: Sequence[int]) -> list[int]:

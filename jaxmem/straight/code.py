@@ -113,12 +113,16 @@ class Code:
 
         return _jax.trace(run, [var.aval for var in reads])
 
-    def layer(self, first: int, last: int) -> Layer:
-        """A stretch as a layer: parameters and inputs of the function first, then what is alive."""
+    def ordered_reads(self, first: int, last: int) -> tuple[list[Any], int]:
+        """What a stretch reads, inputs of the function first, and how many these are."""
         inputs = {*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars}
         reads = sorted(self.reads(first, last), key=lambda var: var not in inputs)
+        return reads, sum(var in inputs for var in reads)
+
+    def layer(self, first: int, last: int) -> Layer:
+        """A stretch as a layer: parameters and inputs of the function first, then what is alive."""
+        reads, num_consts = self.ordered_reads(first, last)
         traced = self.traced(first, last, reads)
-        num_consts = sum(var in inputs for var in reads)
         wrt = Wrt(
             tuple(_jax.has_tangent(var.aval) for var in reads),
             tuple(_jax.has_tangent(aval) for aval in traced.out_avals),

@@ -99,14 +99,14 @@ def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
     body = Body(code.traced(piece.first, piece.last, reads), len(reads), 0)
 
     def run(*given: Any) -> list[Any]:
-        stretch = Stretch(Form(body, 1, in_turn=True), Names(), piece=piece)
-        return [out[0] for out in _jax.bind_stack(stretch, given)]
+        stack = KeptStretch(Form(body, 1, in_turn=True), Names(), piece=piece)
+        return [out[0] for out in _jax.bind_stack(stack, given)]
 
     return run
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Stretch(Stack):
+class KeptStretch(Stack):
     """A stack of one layer that keeps what a piece says."""
 
     piece: Piece

@@ -1,0 +1,128 @@
+"""One link of straight-line code: what of it can be kept, and what that takes."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmem import _jax
+from jaxmem.layer import Layer, nbytes
+from jaxmem.problem import Graph
+from jaxmem.reversal import given_bytes, reversal_bytes, without_checkpoint
+from jaxmem.roofline import Roofline
+from jaxmem.solve.chain import Link, Option
+from jaxmem.solve.cover import settle
+from jaxmem.solve.keep import Keep, menu
+from jaxmem.values import graph_of, unnamed_places
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """What of one link can be kept, the same for all that compute the same.
+
+    Attributes:
+      layer: the stretch as a layer.
+      graph: as its solver saw it.
+      keeps: the options; None for everything.
+      places: of the values on the device that each option keeps.
+      link: for the chain.
+      fuses_operands: see `jaxmem.roofline.Roofline`.
+    """
+
+    layer: Layer
+    graph: Graph
+    keeps: tuple[Keep | None, ...]
+    places: tuple[tuple[int, ...], ...]
+    link: Link
+    fuses_operands: bool
+    _more: dict[Any, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def more_work(self, option: int, lasting: frozenset[int]) -> int:
+        """Working space beside that of an option, where these of its values stay: others hold them.
+
+        Args:
+          lasting: their places.
+        """
+        if (option, lasting) not in self._more:
+            keep, size = self.keeps[option], self.link.options[option]
+            sent = keep.offloaded if keep else ()
+            layer = self.layer.keeping(self.places[option], sent)
+            values = [self.layer.values[place] for place in lasting]
+            needed = reversal_bytes(layer, self.fuses_operands, values)
+            work = needed - size.tape_bytes - self.link.gradient_bytes
+            self._more[option, lasting] = max(work - size.work_bytes, 0)
+        return self._more[option, lasting]
+
+
+# ---------------------------------------------------------------- API
+
+
+def stretch_of(layer: Layer, roofline: Roofline, offload: bool, points: int) -> Stretch:
+    """The ways to keep what the backward pass of a stretch needs, with what each takes.
+
+    Args:
+      points: how many are looked for besides the corners of their hull.
+    """
+    graph = graph_of(layer, roofline, offload)
+    names = {
+        place
+        for place, var in enumerate(layer.values)
+        if (eqn := layer.made_by(var)) is None or _jax.name_given_by(eqn) is not None
+    }
+    _, carry, _ = layer.body.split_in(layer.linearised.jaxpr.invars)
+    results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
+    unnamed = unnamed_places(layer)
+    outs = {*results, *(layer.values[unnamed[place]] for place in _places(layer, results))}
+    # The next link holds its input in most plans, so that keeping a result is often free.
+    sizes = tuple(
+        size // 2 if layer.values[place] in outs else size for place, size in enumerate(graph.bytes)
+    )
+    graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
+    as_it_stands = without_checkpoint(layer, graph, 1, roofline.fuses_operands)
+    found = list(menu(graph, points=points))
+    if roofline.flops_only:
+        # Where elementwise work is free, what keeps more of it and so needs less room while it is
+        # reversed does not stand out: those choices are found by their time.
+        timed = graph_of(layer, dataclasses.replace(roofline, flops_only=False), offload)
+        timed = dataclasses.replace(timed, keepable=graph.keepable, bytes=sizes)
+        others = [(keep.kept, keep.offloaded) for keep in menu(timed, points=points)]
+        known = {(keep.kept, keep.offloaded) for keep in found}
+        again = [settle(graph, *map(frozenset, other)) for other in others if other not in known]
+        found += [keep for keep in again if keep is not None]
+    options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
+
+    out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
+    gradient_bytes = given_bytes(layer) if roofline.fuses_operands else out_bytes
+
+    def option(keep: Keep, seconds: float) -> Option:
+        values = [layer.values[place] for place in keep.kept]
+        tape_bytes = sum(nbytes(var.aval) for var in values)
+        as_kept = layer.keeping(keep.kept, keep.offloaded)
+        reversal = reversal_bytes(as_kept, roofline.fuses_operands)
+        return Option(
+            tape_bytes=tape_bytes,
+            seconds=max(seconds, 0.0),
+            # The tape and the gradient are counted there until they are used, not to the end.
+            work_bytes=max(reversal - tape_bytes - gradient_bytes, 0),
+            input_bytes=sum(nbytes(var.aval) for var in values if var in carry),
+            output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
+        )
+
+    choices = [option(as_it_stands, 0.0), *(option(keep, keep.seconds) for keep in options)]
+    link = Link(
+        seconds=sum(operation.seconds for operation in graph.operations),
+        carry_bytes=out_bytes,
+        options=tuple(choices),
+        gradient_bytes=gradient_bytes,
+    )
+    places = tuple(keep.kept for keep in (as_it_stands, *options))
+    return Stretch(layer, graph, (None, *options), places, link, roofline.fuses_operands)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _places(layer: Layer, atoms: Sequence[Any]) -> list[int]:
+    wanted = {atom for atom in atoms if _jax.is_var(atom)}
+    return [place for place, var in enumerate(layer.values) if var in wanted]
