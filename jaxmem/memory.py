@@ -142,7 +142,7 @@ def _check_present(tree: Any) -> None:
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size > 1:
             raise ValueError(
-                f"memory_report: an argument is sharded over a mesh of {mesh.size} absent devices, "
+                f"an argument is sharded over a mesh of {mesh.size} absent devices, "
                 "and the target is the attached backend; name the accelerator, as in "
                 'target="h100-80g"'
             )

@@ -269,7 +269,7 @@ def _check_arrays(
     for name, leaf in named_leaves(fn, [args[k] for k in positions], kwargs, positions):
         if not _traceable(leaf):
             raise TypeError(
-                f"memory_report: argument '{name}' is not an array but {leaf!r} of type "
+                f"argument '{name}' is not an array but {leaf!r} of type "
                 f"{type(leaf).__name__}; give its position in static_argnums=, bind it with "
                 "functools.partial, or pass an array or a jax.ShapeDtypeStruct"
             )

@@ -1,4 +1,4 @@
-"""How numbers look in a terminal: sizes in KiB, MiB, GiB, and aligned columns."""
+"""How numbers look in a terminal: sizes, times, changes in per cent, and aligned columns."""
 
 import numbers
 import re
@@ -20,6 +20,28 @@ def size(count: int) -> str:
     while abs(value) >= 1023.95 and unit + 1 < len(_UNITS):
         value, unit = value / 1024, unit + 1
     return f"{value:.1f} {_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people, to three digits.
+
+    >>> duration(1.5), duration(0.00249), duration(3e-9), duration(0.0)
+    ('1.5 s', '2.49 ms', '3 ns', '0 ns')
+    """
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.0f} ns"
+
+
+def change(share: float) -> str:
+    """How much more or less, in per cent; what rounds to nothing has no sign.
+
+    >>> change(0.123), change(-0.05), change(-0.0002)
+    ('+12.3%', '-5.0%', '0.0%')
+    """
+    text = f"{share:+.1%}"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
 
 
 def parse_size(text: "str | int | float") -> int:

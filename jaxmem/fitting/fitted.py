@@ -9,7 +9,7 @@ from jaxmem.fitting.holes import Hole
 from jaxmem.fitting.step_plan import StepPlan, use_plan
 from jaxmem.report import MemoryReport
 from jaxmem.solve.stacks import Candidate
-from jaxmem.text import columns, size
+from jaxmem.text import change, columns, duration, size
 
 # ---------------------------------------------------------------- types
 
@@ -56,8 +56,8 @@ class Explanation:
         off = self.predicted_bytes / self.compiled_bytes - 1
         parts.append(
             f"predicted {size(self.predicted_bytes)}, compiled {size(self.compiled_bytes)} "
-            f"({off:+.1%}); about {_time(self.extra_seconds)} of extra work a step; optimality "
-            f"gap {self.gap:.1%}"
+            f"({change(off)}); about {duration(self.extra_seconds)} of extra work a step; "
+            f"optimality gap {self.gap:.1%}"
         )
         if not self.closed:
             parts.append(
@@ -166,7 +166,7 @@ def _lines(rows: list[ValueFate]) -> list[str]:
                 f"{row.layers} ×",
                 row.fate,
                 size(row.bytes),
-                _time(row.seconds),
+                duration(row.seconds),
                 row.shape,
                 row.name,
                 row.source,
@@ -175,15 +175,8 @@ def _lines(rows: list[ValueFate]) -> list[str]:
     text = [columns(cells, right=[0, 2, 3], indent="    ")] if cells else []
     if again := [row for row in rest if row.fate == "computed again"]:
         seconds = sum(row.layers * row.seconds for row in again)
-        text.append(f"    and {len(again)} cheap values computed again, {_time(seconds)} in all")
+        text.append(f"    and {len(again)} cheap values computed again, {duration(seconds)} in all")
     if small := [row for row in rest if row.fate != "computed again"]:
         total = sum(row.layers * row.bytes for row in small)
         text.append(f"    and {len(small)} small values kept, {size(total)} in all")
     return text
-
-
-def _time(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.0f} ns"

@@ -23,7 +23,7 @@ from jaxmem.fitting.question import Question
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.fitting.step_problem import Cost, look
 from jaxmem.report import MemoryReport
-from jaxmem.text import columns, size
+from jaxmem.text import change, columns, duration, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -282,9 +282,9 @@ def _cells(point: FrontierPoint) -> list[str]:
         size(point.required_bytes),
         size(point.temp_bytes),
         size(point.predicted_bytes),
-        f"{off:+.1%}",
-        "?" if overhead is None else f"{overhead:+.1%}",
-        f"{point.extra_seconds * 1e3:.3g} ms",
+        change(off),
+        "?" if overhead is None else change(overhead),
+        duration(point.extra_seconds),
         {True: "fits", False: "too large", None: "?"}[point.report.fits],
         "" if point.pareto else "dominated",
     ]
