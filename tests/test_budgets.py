@@ -87,17 +87,21 @@ def test_what_is_said_follows_the_rows(tmp_path: Path) -> None:
         row(FIT, 39 * 10**8, 0.12, "6.00 of 15.06 GB", TIME),
         row(FIT, 35 * 10**8, 0.4, "4.99 of 15.06 GB", WORK, fits=False),
         row(FIT, 35 * 10**8, 0.4, LEAST, WORK),
+        row(FIT, 6 * 10**9, 0.02, "6.00 GB", WORK),
+        row(FIT, 6 * 10**9, 0.02, "6.00 GB", TIME),
+        row(FIT, 5 * 10**9, 0.02, "4.99 GB", WORK, fits=False),
     ]
     assert table.answer(rows, RESNET_50, "ResNet-50") == (
         "ResNet-50: 66% of the memory: +2.0% matrix work (published +3.2% time); 40% of the "
         "memory: +11.0% matrix work or +6.0% roofline time (published +9.3% time); 33% not "
-        "reached, the least is 35% (published +11.9% time)."
+        "reached, the least is 35% (published +11.9% time); in 6.00 GB: +2.0% matrix work or +1.0% "
+        "roofline time (published +9.3% time); in 4.99 GB: not reached (published +11.9% time)."
     )
     assert table.message(rows, RESNET_50, "ResNet-50") == (
         "ResNet-50 in 40% of its memory: +11% matrix work or +6% roofline time; "
         "MONeT +9% time; 1 smaller not reached"
     )
-    missed = [rows[0], *rows[5:]]
+    missed = [rows[0], *rows[5:7]]
     assert table.message(missed, RESNET_50, "R") == (
         "R: least 35% of the memory, MONeT's 33% not reached"
     )

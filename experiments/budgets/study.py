@@ -26,6 +26,7 @@ from budgets.table import (
     Cost,
     Row,
     asked,
+    asked_bytes,
 )
 from common.compiling import Planned, compiling, is_recomputed_by_compiler, planned
 from common.table import Table, versions
@@ -68,7 +69,7 @@ class Study:
         """The rows of a net, everything kept first.
 
         Args:
-          memories: of the published ones, which shares `fit` is given.
+          memories: of the published ones; `fit` is given their shares, and these bytes.
           microbatches: if not 1, `fit` is given the smallest share in so many as well.
         """
         kept = self.row(net, KEPT)
@@ -78,6 +79,8 @@ class Study:
         }
         wanted: dict[str, int | None] = {**budgets}
         if not self.options.small:
+            # The same net may need less here before anything is done about it.
+            wanted |= {asked_bytes(memory): int(memory * 1e9) for memory in memories}
             wanted[LEAST] = None
         asks: list[tuple[str, int | None, Cost]]
         asks = [(name, budget, cost) for name, budget in wanted.items() for cost in self._costs]

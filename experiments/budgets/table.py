@@ -90,6 +90,11 @@ def asked(memory: float, published: Published) -> str:
     return f"{memory:.2f} of {published.kept:.2f} GB"
 
 
+def asked_bytes(memory: float) -> str:
+    """The name of a row of `fit` that was given the published bytes themselves."""
+    return f"{memory:.2f} GB"
+
+
 def of_published(row: Row, published: Published) -> float | None:
     """The published memory that a row was asked for."""
     found = {asked(memory, published): memory for memory in published.plans}
@@ -125,11 +130,16 @@ def answer(rows: Sequence[Row], published: Published, name: str) -> str:
     words = []
     for memory in _asked_for(rows, published):
         goal, met = f"{published.share(memory):.0%}", _met(rows, published, memory)
-        time = f"published {published.plans[memory]:+.1f}% time"
+        time = _time(published, memory)
         if met:
             words.append(f"{goal} of the memory: {' or '.join(met)} ({time})")
         else:
             words.append(f"{goal} not reached, the least is {_least(rows):.0%} ({time})")
+    for memory in published.plans:
+        own = [row for row in rows if row.kind == FIT and row.name == asked_bytes(memory)]
+        if own:
+            cost = " or ".join(_cost(row, rows[0]) for row in own if row.fits) or "not reached"
+            words.append(f"in {memory:.2f} GB: {cost} ({_time(published, memory)})")
     return f"{name}: {'; '.join(words) or 'no published share was asked for'}."
 
 
@@ -166,17 +176,21 @@ def _asked_for(rows: Sequence[Row], published: Published) -> list[float]:
 
 
 def _met(rows: Sequence[Row], published: Published, memory: float, digits: int = 1) -> list[str]:
-    """What each plan within a published share costs, counted as it was made least."""
-    kept, words = rows[0], []
-    for row in rows:
-        if of_published(row, published) != memory or not row.fits:
-            continue
-        slower = row.slower(kept)
-        if row.cost == WORK:
-            words.append(f"{row.extra(kept):+.{digits}%} matrix work")
-        elif slower is not None:
-            words.append(f"{slower:+.{digits}%} roofline time")
-    return words
+    """What each plan within a published share costs."""
+    own = [row for row in rows if of_published(row, published) == memory and row.fits]
+    known = [row for row in own if row.cost == WORK or row.slower(rows[0]) is not None]
+    return [_cost(row, rows[0], digits) for row in known]
+
+
+def _cost(row: Row, kept: Row, digits: int = 1) -> str:
+    """What a plan costs, counted as it was made least."""
+    if row.cost == WORK:
+        return f"{row.extra(kept):+.{digits}%} matrix work"
+    return f"{row.slower(kept) or 0.0:+.{digits}%} roofline time"
+
+
+def _time(published: Published, memory: float) -> str:
+    return f"published {published.plans[memory]:+.1f}% time"
 
 
 def _least(rows: Sequence[Row]) -> float:
