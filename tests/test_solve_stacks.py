@@ -281,6 +281,18 @@ def test_what_computes_nothing_again_is_asked_for_before_nothing_is_said_to_fit(
     assert search([200, 109, 108, 107, 106, 105, 104, 103], 100, truth.__getitem__).rung == 0
 
 
+def test_a_faster_rung_that_was_foretold_to_need_hardly_more_is_tried() -> None:
+    """A ladder that was seen: stretches computed again whole need more than was foretold."""
+    predicted = [165, 149, 133, 129, 117, 113, 101, 97, 85, 81, 77, 73, 69]
+    truth = [164, 148, 132, 128, 116, 112, 100, 96, 84, 88, 84, 80, 76]
+    found = search(predicted, 84, truth.__getitem__)
+    assert (found.rung, found.closed) == (8, True)
+    assert list(found.seen) == [9, 10, 8, 7]
+    # What is foretold to need much more is not, nor is it when no more may be asked.
+    assert search(predicted, 81, truth.__getitem__).rung == 11
+    assert search(predicted, 84, truth.__getitem__, 2).rung == 12
+
+
 def test_one_rung() -> None:
     assert search([5], 7, [6].__getitem__).rung == 0
     assert search([5], 5, [6].__getitem__).rung is None

@@ -4,7 +4,8 @@ Predictions say where to ask; what fits is only what was compiled.  From each an
 predictions are moved by what they were off there.  The search ends when the rung found is
 next to one that was seen not to fit, so that (as long as faster rungs need more) the answer
 is the same wherever the search began: larger budgets never get a slower rung, and smaller
-ones none that needs more.
+ones none that needs more.  Ladders are not always that even: of the faster rungs those that
+were foretold to need hardly more than the budget are asked for, too.
 """
 
 import dataclasses
@@ -71,6 +72,13 @@ def search(
             low = guess
     if high == len(predicted) and 0 not in seen and predicted and len(seen) < most:
         seen[0] = compiled(0)  # where loops are small, nothing computed again can be the least
+    if high < len(predicted):
+        near = [k for k in range(max(low, 0)) if predicted[k] <= budget * _NEAR and k not in seen]
+        for guess in near[: -_PROBES - 1 : -1]:
+            # The rung in front of one that fits says that there is none faster.
+            while len(seen) < most and guess >= 0 and guess not in seen:
+                seen[guess] = compiled(guess)
+                guess -= seen[guess] <= budget
     fits = [rung for rung, size in seen.items() if size <= budget]
     rung = min(fits, default=None)
     closed = rung is not None and (rung == 0 or seen.get(rung - 1, budget) > budget)
@@ -80,6 +88,10 @@ def search(
 # Predictions are this far off at times: by this much a plan has to be foretold to be smaller than
 # the budget to be the only one that is asked for.
 _ROOM = 1.25
+# What is foretold to need no more than this times the budget may yet fit, though a slower rung does
+# not; so many are tried.
+_NEAR = 1.03
+_PROBES = 2
 
 
 def expected(rung: int, predicted: Sequence[int], seen: Mapping[int, int]) -> int:
