@@ -24,6 +24,7 @@ class LayerValue:
 
     Attributes:
       place: its number among the layer's values.
+      unnamed: that of the value that it is but for its name.
       name: its `checkpoint_name`, or the operation that makes it, or "input".
       source: the user's line.
       shape: "bfloat16[8,1024,1024]".
@@ -32,6 +33,7 @@ class LayerValue:
     """
 
     place: int
+    unnamed: int
     name: str
     source: str
     shape: str
@@ -70,8 +72,25 @@ def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
     )
 
 
-def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
-    """What to tell a reader of one of a layer's values."""
+def described(layer: Layer, roofline: Roofline) -> tuple[LayerValue, ...]:
+    """What to tell a reader of each of a layer's values."""
+    unnamed = unnamed_places(layer)
+    return tuple(
+        _described(layer, place, unnamed[place], roofline) for place in range(len(layer.values))
+    )
+
+
+def unnamed_places(layer: Layer) -> list[int]:
+    """For each value's place, that of the value which it is but for its name."""
+    places = {var: place for place, var in enumerate(layer.values)}
+    found = list(range(len(layer.values)))
+    for eqn in layer.linearised.jaxpr.eqns:
+        if _jax.name_given_by(eqn) is not None and _jax.is_var(eqn.invars[0]):
+            found[places[eqn.outvars[0]]] = found[places[eqn.invars[0]]]
+    return found
+
+
+def _described(layer: Layer, place: int, unnamed: int, roofline: Roofline) -> LayerValue:
     var = layer.values[place]
     made_by = layer.made_by(var)
     given = None if made_by is None else _jax.name_given_by(made_by)
@@ -84,19 +103,10 @@ def described(layer: Layer, place: int, roofline: Roofline) -> LayerValue:
     aval = var.aval
     return LayerValue(
         place=place,
+        unnamed=unnamed,
         name=name,
         source="" if made_by is None else source_line(made_by),
         shape=f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
         bytes=nbytes(var.aval),
         seconds=0.0 if made_by is None else roofline.operation(made_by),
     )
-
-
-def unnamed_places(layer: Layer) -> list[int]:
-    """For each value's place, that of the value which it is but for its name."""
-    places = {var: place for place, var in enumerate(layer.values)}
-    found = list(range(len(layer.values)))
-    for eqn in layer.linearised.jaxpr.eqns:
-        if _jax.name_given_by(eqn) is not None and _jax.is_var(eqn.invars[0]):
-            found[places[eqn.outvars[0]]] = found[places[eqn.invars[0]]]
-    return found

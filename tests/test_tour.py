@@ -4,6 +4,7 @@ import ast
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ TOUR = Path(__file__).parents[1] / "experiments" / "tour.ipynb"
 
 
 def test_the_tour_says_what_it_said() -> None:
-    """All that is printed but bytes of compilers, which other versions of them change."""
+    """All that is printed but figures of compilers, which other versions of them change."""
     cells = [cell for cell in json.loads(TOUR.read_text())["cells"] if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
     pictures = 0
@@ -20,13 +21,17 @@ def test_the_tour_says_what_it_said() -> None:
         kinds = {output["output_type"] for output in cell["outputs"]}
         assert kinds <= {"stream", "execute_result"}
         said = "".join("".join(o["text"]) for o in cell["outputs"] if o["output_type"] == "stream")
-        assert (said == "") == (printed == "")
-        assert said.split(":")[0].split(" needs")[0] == printed.split(":")[0].split(" needs")[0]
+        assert _masked(said) == _masked(printed)
         pictures += shown is not None
     assert pictures == 1
     assert names["plain"].fits is False
     assert names["fitted"].report.required_bytes <= 30 * 2**30
     assert names["same"] == {"up": True, "down": True}
+
+
+def _masked(printed: str) -> str:
+    """Without figures that have a fraction, and the name that a cell goes by as a file."""
+    return re.sub(r"\d+\.\d+|\S+(?=:\d+ \(stack\))", "#", printed)
 
 
 def run(source: str, names: dict[str, Any]) -> tuple[Any, str]:

@@ -38,24 +38,36 @@ class ValueFate:
 
 
 def fates(
-    stack: str, layers: int, keep: Keep, graph: Graph, values: Sequence[LayerValue]
+    stack: str, layers: int, keep: Keep | None, graph: Graph, values: Sequence[LayerValue]
 ) -> list[ValueFate]:
-    """The fate of each value that is kept, moved, or computed again, in the layer's order."""
-    found: dict[int, Fate] = {}
-    for operation in keep.again:
-        found.update(dict.fromkeys(graph.operations[operation].outputs, "computed again"))
-    found.update(dict.fromkeys(keep.kept, "kept"))
-    found.update(dict.fromkeys(keep.offloaded, "host"))
+    """The fate of each value that is kept, moved, or computed again, in the layer's order.
+
+    Args:
+      keep: None where the whole layer is computed again.
+    """
+    again = range(len(graph.operations)) if keep is None else keep.again
+    fate: dict[int, Fate] = {}
+    for operation in again:
+        fate.update(dict.fromkeys(graph.operations[operation].outputs, "computed again"))
+    if keep is not None:
+        fate.update(dict.fromkeys(keep.kept, "kept"))
+        fate.update(dict.fromkeys(keep.offloaded, "host"))
+    # A value under a name is the same array: it is told of once, by its name.
+    told: dict[int, int] = {}
+    for place in sorted(fate):
+        same = told.setdefault(values[place].unnamed, place)
+        if fate[same] == "computed again":
+            told[values[place].unnamed] = place
     return [
         ValueFate(
             stack=stack,
             layers=layers,
-            fate=found[place],
+            fate=fate[place],
             name=values[place].name,
             source=values[place].source,
             shape=values[place].shape,
             bytes=values[place].bytes,
-            seconds=values[place].seconds,
+            seconds=values[values[place].unnamed].seconds,
         )
-        for place in sorted(found)
+        for place in sorted(told.values())
     ]

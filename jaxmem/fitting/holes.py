@@ -8,7 +8,7 @@ times.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem import _jax, tracing
@@ -21,7 +21,7 @@ from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.problem import Graph
 from jaxmem.reversal import loose_bytes, param_copies, tape_bytes, value_bytes, working_bytes
 from jaxmem.roofline import Roofline
-from jaxmem.solve.chain import Again, Kept
+from jaxmem.solve.chain import Again, Kept, Steps
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.stacks import Candidate, Choice, candidates
 from jaxmem.straight import Chain, Code
@@ -164,18 +164,32 @@ class StraightHole(Hole):
         return HolePlan(self.digest, self.inputs, self.where, plan)
 
     def fates(self, candidate: Candidate) -> list[ValueFate]:
-        alike: dict[tuple[int, int], list[Kept]] = {}
-        for kept in _kept(self._steps(candidate)):
-            alike.setdefault((id(self.chain.stretch(kept)), kept.option), []).append(kept)
-        found = []
-        for several in alike.values():
+        steps, found = self._steps(candidate), []
+        for several, keep in [*self._kept_in_part(steps), *self._again_whole(steps)]:
             stretch = self.chain.stretch(several[0])
-            if (keep := stretch.keeps[several[0].option]) is not None:
-                parts = ", ".join(map(_parts, several))
-                where = f"{self.where}, of its {len(self.chain)} parts {parts}"
-                values = self.values[stretch.layer.digest]
-                found += fates(where, len(several), keep, stretch.graph, values)
+            parts = ", ".join(dict.fromkeys(map(_parts, several)))
+            where = f"{self.where}, of its {len(self.chain)} parts {parts}"
+            values = self.values[stretch.layer.digest]
+            found += fates(where, len(several), keep, stretch.graph, values)
         return found
+
+    def _kept_in_part(self, steps: Steps) -> Iterator[tuple[list[Kept], Keep]]:
+        alike: dict[tuple[int, int], list[Kept]] = {}
+        for kept in _kept(steps):
+            alike.setdefault((id(self.chain.stretch(kept)), kept.option), []).append(kept)
+        for several in alike.values():
+            keep = self.chain.stretch(several[0]).keeps[several[0].option]
+            if keep is not None:
+                yield several, keep
+
+    def _again_whole(self, steps: Steps) -> Iterator[tuple[list[Kept], Keep | None]]:
+        """Each link as often as it is."""
+        alike: dict[int, list[Kept]] = {}
+        for number in _again(steps):
+            link = Kept(number, 0)
+            alike.setdefault(id(self.chain.stretch(link)), []).append(link)
+        for several in alike.values():
+            yield several, None
 
     def gap(self, candidate: Candidate) -> float:
         keeps = (
@@ -183,7 +197,7 @@ class StraightHole(Hole):
         )
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
 
-    def _steps(self, candidate: Candidate) -> Sequence[Kept | Again]:
+    def _steps(self, candidate: Candidate) -> Steps:
         return next(plan.steps for plan in self.chain.plans if plan.bytes == candidate.bytes)
 
 
@@ -254,7 +268,7 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
         carry_bytes=layer.problem(length).carry_bytes,
         forward_seconds=sum(operation.seconds for operation in graph.operations),
         loose_bytes=loose_bytes(layer, graph, fuses),
-        values=tuple(described(layer, place, roofline) for place in range(len(layer.values))),
+        values=described(layer, roofline),
         graph=graph,
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
         param_copies=param_copies(layer, length, fuses),
@@ -279,8 +293,7 @@ def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) ->
     for stretch in chain.stretches.values():
         layer = stretch.layer
         if layer.digest not in known:
-            places = range(len(layer.values))
-            known[layer.digest] = tuple(described(layer, place, roofline) for place in places)
+            known[layer.digest] = described(layer, roofline)
     return StraightHole(
         digest=code.digest,
         inputs=tuple(aval.str_short() for aval in code.closed.in_avals),
@@ -299,6 +312,14 @@ def _kept(steps: Sequence[Kept | Again]) -> list[Kept]:
     for step in steps:
         found += [step] if isinstance(step, Kept) else _kept(step.inner)
     return found
+
+
+def _again(steps: Sequence[Kept | Again]) -> Iterator[int]:
+    """The links that are computed again whole, each as often as it is."""
+    for step in steps:
+        if isinstance(step, Again):
+            yield from range(step.first, step.last)
+            yield from _again(step.inner)
 
 
 def _parts(kept: Kept) -> str:
