@@ -67,6 +67,8 @@ def find(closed: ClosedJaxpr) -> Found:
         equations += 1
         if _jax.is_stack(eqn):
             form = eqn.params["stack"].form
+            if form.in_turn:
+                continue  # a piece of straight-line code, under its plan
             body, length = form.body, form.length
             parts = body.jaxpr, body.num_consts, body.num_carry
         elif _jax.is_scan(eqn):

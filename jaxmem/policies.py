@@ -249,6 +249,18 @@ class FromJax(LayerPolicy):
                 f"from_jax takes a policy of jax.checkpoint_policies, got {self.policy!r} of type "
                 f"{type(self.policy).__name__}"
             )
+        if (name := getattr(self.policy, "__name__", "")) in _DECORATORS:
+            raise TypeError(
+                f"jaxmem.{name} is a decorator, not a policy; give the policy's name, "
+                f"{name.removeprefix('remat_')!r}, or a policy from jaxmem.policies"
+            )
+        if not _takes_anything(self.policy):
+            raise TypeError(
+                f"{self.policy!r} is no policy: jax calls one with a primitive, any number of "
+                "arguments and the primitive's parameters, as in def policy(primitive, *args, "
+                "**params); give the name of a policy, one from jaxmem.policies or one of "
+                "jax.checkpoint_policies"
+            )
         known = jax.checkpoint_policies
         if self.policy is known.save_anything_except_these_names:
             raise ValueError(
@@ -532,6 +544,9 @@ _BY_NAME: dict[str, Callable[..., Policy]] = {
 }
 
 # Of jax.checkpoint_policies: what makes policies, and what these hold their names in.
+_DECORATORS = frozenset(
+    f"remat_{name}" for name in ("auto", "dots", "full", "offload", "revolve", "sqrt")
+)
 _FACTORIES = (
     "offload_dot_with_no_batch_dims",
     "save_any_names_but_these",
@@ -567,3 +582,12 @@ def _keeps(verdict: Any) -> bool:
     if isinstance(verdict, bool):
         return verdict
     return type(verdict).__name__ != "RecomputeType"
+
+
+def _takes_anything(policy: Callable[..., Any]) -> bool:
+    """Whether it can be called as jax calls policies, as far as its signature says."""
+    try:
+        kinds = {p.kind for p in inspect.signature(policy).parameters.values()}
+    except (TypeError, ValueError):  # some callables of C have none
+        return True
+    return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds

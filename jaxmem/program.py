@@ -6,6 +6,7 @@ and results, so that no type of the user's has to be known where it is compiled.
 
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -92,8 +93,8 @@ class Program:
           CompileError: what is traced asks for cuDNN, and that is not installed.
         """
         self.fn, self.args, self.kwargs, self.platform = fn, args, kwargs, platform
-        donated = _numbers(donate_argnums, len(args))
-        static = _numbers(static_argnums, len(args))
+        donated = _numbers("donate_argnums", donate_argnums, len(args))
+        static = _numbers("static_argnums", static_argnums, len(args))
         if not _is_jitted(fn):
             _check_arrays(fn, args, kwargs, static)
         try:
@@ -313,6 +314,12 @@ def _is_donated(tree: Any) -> bool:
     return bool(leaves) and all(leaf.donated for leaf in leaves)
 
 
-def _numbers(numbers: int | Sequence[int], count: int) -> set[int]:
-    several = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    return {k + count if k < 0 else k for k in several}
+def _numbers(name: str, numbers: Any, count: int) -> set[int]:
+    several = list(numbers) if isinstance(numbers, tuple | list | set) else [numbers]
+    try:
+        places = [operator.index(number) for number in several]
+    except TypeError:
+        raise TypeError(
+            f"{name} takes positions of arguments, whole numbers, got {numbers!r}"
+        ) from None
+    return {k + count if k < 0 else k for k in places}

@@ -37,8 +37,9 @@ def remat(
     """`target` with its layer stacks under a policy.
 
     A layer stack is an outermost scan (`jax.lax.scan`, `nn.scan`, `nnx.scan`,
-    `jaxmem.scan`, whatever wrote it).  Where there is none, the whole call is
-    checkpointed once, with a `NoStackWarning`.
+    `jaxmem.scan`, whatever wrote it).  Where there is none, ``sqrt`` cuts the code
+    where little is alive; else the whole call is checkpointed once, with a
+    `NoStackWarning`.
 
     Args:
       target: a function; a Flax linen module class, instance or method; a Flax

@@ -47,6 +47,11 @@ class Choice:
 
     def __post_init__(self) -> None:
         check_positive("min_length", self.min_length)
+        if not (self.where is None or callable(self.where) or _is_index(self.where)):
+            raise TypeError(
+                "where takes the index of a stack or a predicate on jaxmem.LayerStack, got "
+                f"{self.where!r}"
+            )
 
 
 # ---------------------------------------------------------------- API
@@ -213,16 +218,21 @@ def _checkpoint_whole(
             f"a plan for {choice.policy.length} layers was given for {label}, which has no layer "
             f"stack ({met}); a stack is a jax.lax.scan over layers (nn.scan, nnx.scan, jaxmem.scan)"
         )
+    cut = "" if isinstance(choice.policy, Sqrt) else "; jaxmem.remat_sqrt cuts code without a scan"
     warn(
         f"no layer stack in {label}: {met}.  A stack is a jax.lax.scan over layers (nn.scan, "
         "nnx.scan, jaxmem.scan); a Python loop over layers is none.  The whole call is "
         "checkpointed once instead.  If this is one layer of a stack, scan it with jaxmem.scan, "
-        "jaxmem.linen.scan or jaxmem.nnx.scan",
+        f"jaxmem.linen.scan or jaxmem.nnx.scan{cut}",
         NoStackWarning,
     )
     layer = choice.policy if isinstance(choice.policy, LayerPolicy) else None
     policy = layer.jax_policy if layer is not None else None
     return jax.checkpoint(lambda *a: _jax.evaluate(closed, a), policy=policy)(*args)
+
+
+def _is_index(where: Any) -> bool:
+    return isinstance(where, int | np.integer) and not isinstance(where, bool)
 
 
 def _describe(fn: Callable[..., Any]) -> str:

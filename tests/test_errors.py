@@ -1,6 +1,7 @@
 """What a user is told: each error by its text, each warning with its line."""
 
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -281,3 +282,56 @@ def test_offload_on_cpu_warns_at_the_users_line() -> None:
     assert {warning.category for warning in caught} == {jaxmem.OffloadWarning}
     assert {warning.filename for warning in caught} == {__file__}
     assert "nothing is saved" in str(caught[0].message)
+
+
+# ---------------------------------------------------------------- things of another kind
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (jaxmem.remat_sqrt, "jaxmem.remat_sqrt is a decorator, not a policy; give the policy's na"),
+        (jaxmem.remat_auto, "is a decorator, not a policy; give the policy's name, 'auto'"),
+        (jnp.sin, "is no policy: jax calls one with a primitive, any number of arguments"),
+        (lambda primitive: True, "is no policy"),
+    ],
+)
+def test_what_is_no_policy_is_refused_where_it_is_given(given: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        jaxmem.remat(two_stacks, given)
+    with pytest.raises(TypeError, match=text), jaxmem.use_policy(given):
+        pass
+
+
+def test_policies_of_jax_and_of_users_are_taken() -> None:
+    known = jax.checkpoint_policies
+    both = known.save_from_both_policies(known.dots_saveable, known.save_only_these_names("a"))
+    some: list[Any] = [known.everything_saveable, both, lambda primitive, *_, **__: True]
+    for policy in some:
+        jaxmem.remat(two_stacks, policy)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: jaxmem.remat_full(two_stacks, where="a"), "where takes the index of a stack or"),
+        (lambda: jaxmem.value_and_grad(3), "value_and_grad takes a function, got an object of"),  # pyright: ignore[reportArgumentType]
+        (lambda: jaxmem.AdamA("a"), "AdamA: learning_rate is a number or a schedule"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: jaxmem.memory_report(two_stacks, WEIGHTS, H, donate_argnums="x"),  # pyright: ignore[reportArgumentType]
+            "donate_argnums takes positions of arguments, whole numbers, got 'x'",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_at_once(call: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_code_without_a_scan_has_no_stacks() -> None:
+    def loop(ws: Any, h: Any) -> Any:
+        for w in ws:
+            h = jnp.tanh(h @ w)
+        return h.sum()
+
+    assert jaxmem.stacks(jaxmem.remat_sqrt(loop), list(jnp.ones((8, 4, 4))), jnp.ones((2, 4))) == []

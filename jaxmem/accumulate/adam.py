@@ -6,6 +6,7 @@ has the square of a sum, which makes it another optimizer.
 """
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -97,6 +98,11 @@ class AdamA:
         for name, decay in (("b1", b1), ("b2", b2)):
             if not 0 <= decay < 1:
                 raise ValueError(f"AdamA: {name} must be at least 0 and less than 1, got {decay}")
+        if not (callable(learning_rate) or isinstance(learning_rate, numbers.Real | jax.Array)):
+            raise TypeError(
+                "AdamA: learning_rate is a number or a schedule of optax, got "
+                f"{learning_rate!r} of type {type(learning_rate).__name__}"
+            )
         self.b1, self.b2, self.eps = b1, b2, eps
         self._dtype = floating("moment_dtype", moment_dtype)
         decay = optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity()

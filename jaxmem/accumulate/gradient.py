@@ -132,6 +132,10 @@ def value_and_grad(
     >>> float(value), bool(jnp.allclose(gradient, exact))
     (1.0, True)
     """
+    if not callable(fun):
+        raise TypeError(
+            f"value_and_grad takes a function, got an object of type {type(fun).__name__}"
+        )
     positions, filters = modules.wanted(argnums)
     parts = Parts.checked(
         argnums=positions,

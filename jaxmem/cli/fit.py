@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from jaxmem.cli.options import (
     timeout_option,
 )
 from jaxmem.cli.streams import emit, results_only, say
+from jaxmem.cli.writing import check_files
 
 if TYPE_CHECKING:
     from jaxmem.errors import BudgetError
@@ -98,7 +98,7 @@ def fit(
     jaxmem.use_plan and jaxmem report --plan apply what --save wrote.
     Exit code: 0 it fits, 2 no plan does, 1 an error.
     """
-    _check_files(save, plot)
+    check_files(save=save, plot=plot)
     options = {
         "target": target,
         "allow_offload": offload,
@@ -122,23 +122,6 @@ def fit(
     if plot is not None:
         _draw(job, plot, points, options)
     return 0 if fits else 2
-
-
-def _check_files(save: Path | None, plot: Path | None) -> None:
-    """Refuse before anything is compiled what could not be written afterwards."""
-    from jaxmem.show.figure import check_path, matplotlib_defaults
-
-    if plot is not None:
-        check_path(plot)
-        with matplotlib_defaults():  # it is installed
-            pass
-    for option, file in (("--save", save), ("--plot", plot)):
-        if file is None:
-            continue
-        if not file.parent.is_dir():
-            raise click.UsageError(f"{option} {file}: there is no folder {file.parent}; make it")
-        if not os.access(file.parent, os.W_OK):
-            raise click.UsageError(f"{option} {file}: nothing can be written to {file.parent}")
 
 
 def _job(where: str, settings: tuple[tuple[str, str], ...]) -> "Job":

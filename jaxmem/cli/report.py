@@ -20,6 +20,7 @@ from jaxmem.cli.options import (
     timeout_option,
 )
 from jaxmem.cli.streams import emit, results_only, say
+from jaxmem.cli.writing import check_files
 from jaxmem.jobs.parse import PolicyText
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def report(
         raise click.UsageError(
             "--plan and --policy both say what the stacks keep; give one of them"
         )
+    check_files(plot=plot)
     options = {"timeout": timeout, "cache": not no_cache, "suggest": not no_suggest}
     with results_only():
         found = _reports(where, targets, PolicyText.parse(policy), plan, settings, options)

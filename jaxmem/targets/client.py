@@ -251,4 +251,4 @@ def _why_refused(reply: Mapping[str, Any], target: Target) -> str:
 
 
 def _last(log: str, lines: int = 12) -> str:
-    return "\n".join(log.rstrip().splitlines()[-lines:])
+    return "\n".join([line for line in log.splitlines() if line.strip()][-lines:])

@@ -1,0 +1,28 @@
+"""Files that a command will write, looked at before it does anything that takes time."""
+
+import os
+from pathlib import Path
+
+import click
+
+
+def check_files(plot: Path | None = None, **others: Path | None) -> None:
+    """Refuse before anything is compiled what could not be written afterwards.
+
+    Args:
+      plot: of a picture, by the option of that name.
+      **others: by the names of their options.
+    """
+    from jaxmem.show.figure import check_path, matplotlib_defaults
+
+    if plot is not None:
+        check_path(plot)
+        with matplotlib_defaults():  # it is installed
+            pass
+    for option, file in {**others, "plot": plot}.items():
+        if file is None:
+            continue
+        if not file.parent.is_dir():
+            raise click.UsageError(f"--{option} {file}: there is no folder {file.parent}; make it")
+        if not os.access(file.parent, os.W_OK):
+            raise click.UsageError(f"--{option} {file}: nothing can be written to {file.parent}")
