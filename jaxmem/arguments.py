@@ -1,5 +1,6 @@
 """What the leaves of a call's arguments are called: "params/Dense_0/kernel"."""
 
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,46 @@ def is_array(leaf: Any) -> bool:
         return False
     # Random keys and bfloat16 have dtypes of their own; only numpy's are in doubt.
     return not (isinstance(dtype, np.dtype) and dtype.kind in "OUSmM")
+
+
+# What stands beside the arguments of a function in calls of `memory_report`, `fit` and `frontier`.
+OPTIONS = [
+    "allow_offload",
+    "budget",
+    "cache",
+    "compiler_options",
+    "cost",
+    "donate_argnums",
+    "max_compiles",
+    "points",
+    "progress",
+    "static_argnums",
+    "suggest",
+    "target",
+    "timeout",
+]
+
+
+def check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Refuse keywords that a function does not take: options that were misspelt, most likely.
+
+    Raises:
+      TypeError: with the option that is spelt like it.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    for key in kwargs:
+        if key not in parameters:
+            near = difflib.get_close_matches(key, OPTIONS, 1)
+            name = getattr(fn, "__qualname__", type(fn).__name__)
+            raise TypeError(
+                f"{name} takes no argument {key!r}, nor is there such an option here"
+                + (f"; did you mean {near[0]}=?" if near else "")
+            )
 
 
 def named_leaves(

@@ -15,7 +15,7 @@ import jax
 from jax import export
 
 from jaxmem import _jax
-from jaxmem.arguments import is_array, named_leaves
+from jaxmem.arguments import check_keywords, is_array, named_leaves
 from jaxmem.source import source_line
 from jaxmem.targets import CompileError
 from jaxmem.tracing import Record, recording
@@ -93,6 +93,7 @@ class Program:
           CompileError: what is traced asks for cuDNN, and that is not installed.
         """
         self.fn, self.args, self.kwargs, self.platform = fn, args, kwargs, platform
+        check_keywords(fn, kwargs)
         donated = _numbers("donate_argnums", donate_argnums, len(args))
         static = _numbers("static_argnums", static_argnums, len(args))
         if not _is_jitted(fn):

@@ -1,5 +1,6 @@
 """What a user is told: each error by its text, each warning with its line."""
 
+import inspect
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.experimental import io_callback
 
 import jaxmem
 from jaxmem import Plan, policies
+from jaxmem.arguments import OPTIONS
 
 WEIGHTS, H = jnp.ones((5, 4, 4)), jnp.ones(4)
 
@@ -326,6 +328,23 @@ def test_policies_of_jax_and_of_users_are_taken() -> None:
 def test_arguments_of_another_kind_are_refused_at_once(call: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         call()
+
+
+def test_misspelt_options_are_not_blamed_on_the_function() -> None:
+    for call in (jaxmem.fit, jaxmem.memory_report, jaxmem.frontier):
+        some: dict[str, Any] = {"budget": "1GiB"} if call is jaxmem.fit else {}
+        with pytest.raises(
+            TypeError, match=r"two_stacks takes no argument 'timeou', .* did you mean timeout=\?"
+        ):
+            call(jaxmem.remat_auto(two_stacks), WEIGHTS, H, timeou=3, **some)
+
+
+def test_all_options_are_known() -> None:
+    found: set[str] = set()
+    for call in (jaxmem.fit, jaxmem.memory_report, jaxmem.frontier):
+        parameters = inspect.signature(call).parameters.values()
+        found.update(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)
+    assert set(OPTIONS) == found
 
 
 def test_code_without_a_scan_has_no_stacks() -> None:
