@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,25 +38,41 @@ OPTIONS = [
 
 
 def check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Refuse keywords that a function does not take: options that were misspelt, most likely.
+    """Refuse keywords that are nearly an option's name and that a function does not take.
 
     Raises:
-      TypeError: with the option that is spelt like it.
+      TypeError: with the option.
     """
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return
-    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
     for key in kwargs:
-        if key not in parameters:
-            near = difflib.get_close_matches(key, OPTIONS, 1)
+        near = difflib.get_close_matches(key, OPTIONS, 1)
+        if near and not _takes(fn, key):
             name = getattr(fn, "__qualname__", type(fn).__name__)
             raise TypeError(
-                f"{name} takes no argument {key!r}, nor is there such an option here"
-                + (f"; did you mean {near[0]}=?" if near else "")
+                f"{name} takes no argument {key!r}, nor is there such an option here; did you "
+                f"mean {near[0]}=?"
             )
+
+
+def _takes(fn: Any, key: str) -> bool:
+    """Whether a function may take a keyword; of those of jax and jaxmem, what they wrap."""
+    while fn is not None:
+        try:
+            parameters = inspect.signature(fn, follow_wrapped=False).parameters
+        except (TypeError, ValueError):
+            return True
+        if key in parameters:
+            return True
+        wrapped = getattr(fn, "__wrapped__", None)
+        passes_on = wrapped is not None and (hasattr(fn, "lower") or _is_own(fn))
+        if not passes_on and any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+            return True
+        fn = wrapped if passes_on else None
+    return False
+
+
+def _is_own(fn: Any) -> bool:
+    code = getattr(fn, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def named_leaves(

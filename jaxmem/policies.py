@@ -249,17 +249,11 @@ class FromJax(LayerPolicy):
                 f"from_jax takes a policy of jax.checkpoint_policies, got {self.policy!r} of type "
                 f"{type(self.policy).__name__}"
             )
-        if (name := getattr(self.policy, "__name__", "")) in _DECORATORS:
+        name = getattr(self.policy, "__name__", "")
+        if name in _DECORATORS and getattr(self.policy, "__module__", "") == "jaxmem.remat":
             raise TypeError(
                 f"jaxmem.{name} is a decorator, not a policy; give the policy's name, "
                 f"{name.removeprefix('remat_')!r}, or a policy from jaxmem.policies"
-            )
-        if not _takes_anything(self.policy):
-            raise TypeError(
-                f"{self.policy!r} is no policy: jax calls one with a primitive, any number of "
-                "arguments and the primitive's parameters, as in def policy(primitive, *args, "
-                "**params); give the name of a policy, one from jaxmem.policies or one of "
-                "jax.checkpoint_policies"
             )
         known = jax.checkpoint_policies
         if self.policy is known.save_anything_except_these_names:
@@ -273,6 +267,13 @@ class FromJax(LayerPolicy):
                     f"jax.checkpoint_policies.{name} makes a policy and is none itself; call it "
                     "with its arguments and pass what it returns"
                 )
+        if not _takes_anything(self.policy):
+            raise TypeError(
+                f"{self.policy!r} is no policy: jax calls one with a primitive, any number of "
+                "arguments and the primitive's parameters, as in def policy(primitive, *args, "
+                "**params); give the name of a policy, one from jaxmem.policies or one of "
+                "jax.checkpoint_policies"
+            )
 
     @property
     def names(self) -> frozenset[str]:
@@ -587,7 +588,9 @@ def _keeps(verdict: Any) -> bool:
 def _takes_anything(policy: Callable[..., Any]) -> bool:
     """Whether it can be called as jax calls policies, as far as its signature says."""
     try:
-        kinds = {p.kind for p in inspect.signature(policy).parameters.values()}
+        kinds = {
+            p.kind for p in inspect.signature(policy, follow_wrapped=False).parameters.values()
+        }
     except (TypeError, ValueError):  # some callables of C have none
         return True
     return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds

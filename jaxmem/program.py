@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 
 from jaxmem import _jax
@@ -316,8 +317,8 @@ def _is_donated(tree: Any) -> bool:
 
 
 def _numbers(name: str, numbers: Any, count: int) -> set[int]:
-    several = list(numbers) if isinstance(numbers, tuple | list | set) else [numbers]
     try:
+        several = list(numbers) if np.iterable(numbers) else [numbers]
         places = [operator.index(number) for number in several]
     except TypeError:
         raise TypeError(

@@ -25,12 +25,14 @@ def size(count: int) -> str:
 def duration(seconds: float) -> str:
     """A time for people, to three digits.
 
-    >>> duration(1.5), duration(0.00249), duration(3e-9), duration(0.0)
-    ('1.5 s', '2.49 ms', '3 ns', '0 ns')
+    >>> duration(1234.5), duration(0.9999), duration(0.00249), duration(3e-9)
+    ('1234 s', '1 s', '2.49 ms', '3 ns')
     """
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
+        # What would be rounded to 1000 belongs to the next unit.
+        if seconds >= 0.9995 * scale:
+            value = seconds / scale
+            return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
     return f"{seconds / 1e-9:.0f} ns"
 
 

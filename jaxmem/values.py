@@ -97,7 +97,7 @@ def _described(layer: Layer, place: int, unnamed: int, roofline: Roofline) -> La
     if made_by is not None and _jax.place_named_by(made_by) is not None:
         inner = made_by.invars[0]
         before = layer.made_by(inner) if _jax.is_var(inner) else None
-        given = None if before is None else before.primitive.name
+        given = None if before is None else _jax.name_given_by(before) or before.primitive.name
         made_by = before or made_by
     name = "input" if made_by is None else given or made_by.primitive.name
     aval = var.aval

@@ -1,11 +1,13 @@
 """What a user is told: each error by its text, each warning with its line."""
 
+import functools
 import inspect
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -311,6 +313,8 @@ def test_policies_of_jax_and_of_users_are_taken() -> None:
     some: list[Any] = [known.everything_saveable, both, lambda primitive, *_, **__: True]
     for policy in some:
         jaxmem.remat(two_stacks, policy)
+    with pytest.raises(ValueError, match="makes a policy and is none itself"):
+        policies.from_jax(known.save_only_these_names)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +341,24 @@ def test_misspelt_options_are_not_blamed_on_the_function() -> None:
             TypeError, match=r"two_stacks takes no argument 'timeou', .* did you mean timeout=\?"
         ):
             call(jaxmem.remat_auto(two_stacks), WEIGHTS, H, timeou=3, **some)
+
+
+def test_keywords_that_a_wrapper_takes_reach_it() -> None:
+    @functools.wraps(two_stacks)
+    def wrapper(*args: Any, **rest: Any) -> Any:
+        assert rest.keys() == {"targets"}
+        return two_stacks(*args)
+
+    both: list[Any] = [wrapper, functools.partial(wrapper)]
+    for call in both:
+        jaxmem.memory_report(call, WEIGHTS, H, targets=jnp.ones(3), suggest=False)
+
+
+def test_positions_are_any_whole_numbers() -> None:
+    some: list[Any] = [0, [0], range(1), np.array([0]), np.int64(0), frozenset([0])]
+    for donate in some:
+        report = jaxmem.memory_report(lambda h: h + 1, H, donate_argnums=donate, suggest=False)
+        assert report.alias_bytes == report.output_bytes
 
 
 def test_all_options_are_known() -> None:

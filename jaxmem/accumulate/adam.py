@@ -18,6 +18,7 @@ from jaxmem.accumulate import modules
 from jaxmem.accumulate.gradient import accumulate, outputs
 from jaxmem.accumulate.parts import Parts
 from jaxmem.accumulate.trees import at_least_float32, described, floating, sum_dtype, weighed
+from jaxmem.arguments import is_array
 
 # ---------------------------------------------------------------- types
 
@@ -98,7 +99,7 @@ class AdamA:
         for name, decay in (("b1", b1), ("b2", b2)):
             if not 0 <= decay < 1:
                 raise ValueError(f"AdamA: {name} must be at least 0 and less than 1, got {decay}")
-        if not (callable(learning_rate) or isinstance(learning_rate, numbers.Real | jax.Array)):
+        if not (callable(learning_rate) or _is_number(learning_rate)):
             raise TypeError(
                 "AdamA: learning_rate is a number or a schedule of optax, got "
                 f"{learning_rate!r} of type {type(learning_rate).__name__}"
@@ -232,3 +233,7 @@ class _Moments:
             (mu.astype(dtype) + (1 - self.b1) * share).astype(mu.dtype),
             (nu.astype(dtype) + (1 - self.b2) * square).astype(nu.dtype),
         )
+
+
+def _is_number(rate: Any) -> bool:
+    return isinstance(rate, numbers.Real) or is_array(rate)

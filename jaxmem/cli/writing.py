@@ -24,5 +24,7 @@ def check_files(plot: Path | None = None, **others: Path | None) -> None:
             continue
         if not file.parent.is_dir():
             raise click.UsageError(f"--{option} {file}: there is no folder {file.parent}; make it")
-        if not os.access(file.parent, os.W_OK):
+        if file.is_dir():
+            raise click.UsageError(f"--{option} {file}: this is a folder; name a file")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
             raise click.UsageError(f"--{option} {file}: nothing can be written to {file.parent}")

@@ -52,6 +52,13 @@ def fates(
     if keep is not None:
         fate.update(dict.fromkeys(keep.kept, "kept"))
         fate.update(dict.fromkeys(keep.offloaded, "host"))
+    # What is given stays, whatever it is called.
+    given = {value.place for value in values if value.name == "input"}
+    fate = {
+        place: what
+        for place, what in fate.items()
+        if what != "computed again" or values[place].unnamed not in given
+    }
     # A value under a name is the same array: it is told of once, by its name.
     told: dict[int, int] = {}
     for place in sorted(fate):

@@ -228,7 +228,9 @@ class Collector(ByLayer):
         if not (tracing.is_inside_layer() or tracing.is_inside_region()):
             code = Code(closed)
             key = code.digest, len(code)
-            if key not in self.holes:
+            if not len(code):
+                pass  # nothing is computed, and nothing kept
+            elif key not in self.holes:
                 self.holes[key] = _straight_hole(code, label, self.roofline, self.offload)
             else:
                 self.holes[key].met.append(closed)

@@ -149,7 +149,9 @@ def _kept(length: int, choices: Sequence[Choice], loose: int, later: int) -> Ite
         peak = np.where(others == 1, np.maximum(peak, stored + alone - ahead), peak)
         if tail:
             ahead = np.where((count > 1) | (others > 1), later, 0)
-            peak = np.maximum(peak, stored + max(loose, alone) - ahead)
+            # Of a single layer, what it takes where it is in a loop, if that is more.
+            own = np.maximum(work[first], np.where(others > 0, work[second], 0))
+            peak = np.maximum(peak, stored + np.maximum(loose, own) - ahead)
         total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
         whole = stored + tail * loose
         # Of all that need no less, only the fastest is of use.
@@ -190,7 +192,7 @@ def _cut(
                 kept_bytes=carry_bytes * -(-length // lengths[0]),
             )
     # Of one layer at a time there is a tape, made and used in the same round of a loop.
-    alone = max(loose, *(choice.work_bytes for choice in choices))
+    alone = max(loose, choices[0].work_bytes)
     for slots in sorted({*range(1, 17), *(round(2 ** (k / 2)) for k in range(8, 20))}):
         if slots < length:
             yield Candidate(

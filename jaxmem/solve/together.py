@@ -79,7 +79,8 @@ def ladder(rungs: Sequence[Rung], others: int, most: int = 63) -> tuple[Rung, ..
     if len(rungs) <= 2:
         return tuple(rungs)
     whole = [math.log(max(rung.bytes + others, 1)) for rung in rungs]
-    taken = {0, len(rungs) - 1, *_corners(rungs)[: most // 2]}
+    corners = _corners(rungs)
+    taken = {0, len(rungs) - 1, *corners[: most // 2]}
     closest = 0.004  # less than this is within what a prediction is worth
     while len(taken) < most:
         places = sorted(taken)
@@ -90,15 +91,16 @@ def ladder(rungs: Sequence[Rung], others: int, most: int = 63) -> tuple[Rung, ..
         _, a, b = max(gaps)
         middle = (whole[a] + whole[b]) / 2
         taken.add(min(range(a + 1, b), key=lambda k: abs(whole[k] - middle)))
-    chosen = [rungs[k] for k in sorted(taken)]
-    thinned = chosen[:1]
-    for rung in chosen[1:]:
-        step = math.log((thinned[-1].bytes + others) / max(rung.bytes + others, 1))
-        if step >= closest:
-            thinned.append(rung)
-        elif rung is chosen[-1] and len(thinned) > 1:
-            thinned[-1] = rung  # the least of all stays
-    return tuple(thinned)
+    # Of two that are nearly as large the sharper corner stays, and the least of all.
+    sharp = {k: float(len(corners) - place) for place, k in enumerate(corners)}
+    sharp[len(rungs) - 1] = math.inf
+    thinned = [0]
+    for k in sorted(taken - {0}):
+        if whole[thinned[-1]] - whole[k] >= closest:
+            thinned.append(k)
+        elif len(thinned) > 1 and sharp.get(k, 0) > sharp.get(thinned[-1], 0):
+            thinned[-1] = k
+    return tuple(rungs[k] for k in thinned)
 
 
 # ---------------------------------------------------------------- implementation
