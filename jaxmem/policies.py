@@ -250,7 +250,7 @@ class FromJax(LayerPolicy):
                 f"{type(self.policy).__name__}"
             )
         name = getattr(self.policy, "__name__", "")
-        if name in _DECORATORS and getattr(self.policy, "__module__", "") == "jaxmem.remat":
+        if name.startswith("remat_") and self.policy.__module__ == "jaxmem.remat":
             raise TypeError(
                 f"jaxmem.{name} is a decorator, not a policy; give the policy's name, "
                 f"{name.removeprefix('remat_')!r}, or a policy from jaxmem.policies"
@@ -545,9 +545,6 @@ _BY_NAME: dict[str, Callable[..., Policy]] = {
 }
 
 # Of jax.checkpoint_policies: what makes policies, and what these hold their names in.
-_DECORATORS = frozenset(
-    f"remat_{name}" for name in ("auto", "dots", "full", "offload", "revolve", "sqrt")
-)
 _FACTORIES = (
     "offload_dot_with_no_batch_dims",
     "save_any_names_but_these",

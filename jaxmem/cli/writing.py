@@ -13,9 +13,9 @@ def check_files(plot: Path | None = None, **others: Path | None) -> None:
       plot: of a picture, by the option of that name.
       **others: by the names of their options.
     """
-    from jaxmem.show.figure import check_path, matplotlib_defaults
-
     if plot is not None:
+        from jaxmem.show.figure import check_path, matplotlib_defaults
+
         check_path(plot)
         with matplotlib_defaults():  # it is installed
             pass

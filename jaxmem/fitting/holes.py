@@ -198,7 +198,9 @@ class StraightHole(Hole):
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
 
     def _steps(self, candidate: Candidate) -> Steps:
-        return next(plan.steps for plan in self.chain.plans if plan.bytes == candidate.bytes)
+        plan = self.chain.table.plan(candidate.bytes)
+        assert plan is not None  # it is one of the table's
+        return plan.steps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -288,8 +290,8 @@ def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) ->
     singles = [chain.stretches[k, k + 1].link for k in range(len(chain))]
     working = max(link.gradient_bytes + link.options[0].work_bytes for link in singles)
     found = [
-        Candidate(bytes=plan.bytes, seconds=plan.seconds, kept_bytes=max(plan.bytes - working, 0))
-        for plan in chain.plans
+        Candidate(bytes=size, seconds=seconds, kept_bytes=max(size - working, 0))
+        for size, seconds in chain.table.frontier()
     ]
     known: dict[str, tuple[LayerValue, ...]] = {}
     for stretch in chain.stretches.values():

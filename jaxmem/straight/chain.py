@@ -12,7 +12,6 @@ from jaxmem.policies import Sqrt
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import (
     Again,
-    ChainPlan,
     ChainTable,
     Kept,
     Link,
@@ -37,7 +36,7 @@ class Chain:
     Attributes:
       code, cuts: what was cut, and where.
       stretches: of each link, by its number and that behind it, and of several as one.
-      plans: those that no other beats in bytes and seconds, from the fewest bytes on.
+      table: the plans that no other beats in bytes and seconds.
 
     Args:
       points: how many options of a link are looked for besides the corners of its hull, which
@@ -67,7 +66,7 @@ class Chain:
         single = [links.pop((k, k + 1)) for k in range(len(self))]
         self._single, self._wide = single, links
         table = solve_chain(single, slots=200, carried=self._carried, wide=links)
-        self.plans = self._looked_at_again(table)
+        self.table = self._looked_at_again(table)
 
     def __len__(self) -> int:
         """How many links there are."""
@@ -98,19 +97,14 @@ class Chain:
         shift = first - _first(stretch.layer)
         return Piece(first, last, tuple(k + shift for k in kept), tuple(k + shift for k in sent))
 
-    def _looked_at_again(self, table: ChainTable) -> tuple[ChainPlan, ...]:
+    def _looked_at_again(self, table: ChainTable) -> ChainTable:
         """The plans of a table, with what each needs as it will be run."""
-        found: list[ChainPlan] = []
-        for size, _ in table.frontier():
-            plan = table.plan(size)
-            assert plan is not None  # it is one of the table's
-            needs = max(plan.bytes, self._needed(plan.steps))
-            found.append(dataclasses.replace(plan, bytes=needs))
-        best: list[ChainPlan] = []
-        for plan in sorted(found, key=lambda plan: (plan.bytes, plan.seconds)):
-            if not best or plan.seconds < best[-1].seconds:
-                best.append(plan)
-        return tuple(best)
+        plans = [plan for size, _ in table.frontier() if (plan := table.plan(size)) is not None]
+        needed = [max(plan.bytes, self._needed(plan.steps)) for plan in plans]
+        return ChainTable(
+            (size, plan.seconds, lambda steps=plan.steps: steps)
+            for size, plan in zip(needed, plans, strict=True)
+        )
 
     def _needed(self, steps: Steps) -> int:
         """Bytes alive at the worst moment, with what the dynamic program does not see."""
@@ -177,8 +171,11 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
         return None
     chain = Chain(code, _ANY, points=0)
     forward = sum(chain.stretches[k, k + 1].link.seconds for k in range(len(chain)))
-    within = [plan for plan in chain.plans if plan.seconds <= policy.levels * forward]
-    return (code, chain.plan(within[0].steps)) if within else None
+    within = [
+        size for size, seconds in chain.table.frontier() if seconds <= policy.levels * forward
+    ]
+    best = chain.table.plan(min(within)) if within else None
+    return None if best is None else (code, chain.plan(best.steps))
 
 
 # ---------------------------------------------------------------- implementation
