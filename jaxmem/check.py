@@ -8,8 +8,9 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, find, tracing
-from jaxmem.choose import choose
+from jaxmem.choose import choose, needs_sizes
 from jaxmem.errors import NoEffectWarning, OffloadWarning, warn
+from jaxmem.execute import applied
 from jaxmem.find import LayerStack
 from jaxmem.plan import Plan
 from jaxmem.policies import Either, FromJax, LayerPolicy, Offload, Policy
@@ -92,6 +93,31 @@ def twice(found: Sequence[tuple[LayerStack, Any]]) -> None:
     for info, eqn in found:
         if _has_checkpoint(_jax.scan_parts(eqn).body):
             tracing.note_twice(info.source)
+
+
+def spent(stacks: Sequence[tuple[LayerStack, Any]], policy: Policy | Plan, label: str) -> None:
+    """Warns where decorators further in have other policies for all stacks of a region."""
+    others = [
+        info for info, eqn in stacks if _jax.is_planned(eqn) and not _is_under(info, eqn, policy)
+    ]
+    if others:
+        warn(
+            f"{policy!r} around {label} does nothing: decorators further in have all its stacks, "
+            f"and another policy for {others[0].source}; drop one of the two decorators",
+            NoEffectWarning,
+        )
+
+
+def _is_under(info: LayerStack, eqn: Any, policy: Policy | Plan) -> bool:
+    """Whether a stack that has its policy already has this one."""
+    if _jax.is_stack(eqn):
+        return eqn.params["stack"].policy == policy
+    if needs_sizes(policy):
+        return False
+    plan = choose(policy, Problem(info.length))
+    inside = map(_jax.checkpointed_by, _jax.scan_parts(eqn).body.jaxpr.eqns)
+    found = next(kept for kept in inside if kept is not None)
+    return plan.kind == "full" and applied(*found) == (plan.layer, plan.carries == "host")
 
 
 def _has_checkpoint(body: ClosedJaxpr) -> bool:

@@ -67,6 +67,7 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         if getattr(jax.config, "jax_disable_jit", False):
+            tracing.note_region(tracing.policy_instead(choice.policy))
             return fn(*args, **kwargs)  # scans are Python loops then, with nothing to find
         leaves, tree = jax.tree.flatten((args, kwargs))
         traced = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -99,7 +100,8 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
 
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: str) -> list[Any]:
     """Evaluate a jaxpr with the policy applied to its stacks."""
-    choice = dataclasses.replace(choice, policy=tracing.policy_instead(choice.policy))
+    own = choice.policy
+    choice = dataclasses.replace(choice, policy=tracing.policy_instead(own))
     tracing.note_region(choice.policy)
     if isinstance(choice.policy, Auto):
         _warn_unfilled(label)
@@ -110,6 +112,8 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     check.names([as_stack(eqn, choice.policy) for _, eqn in chosen], closed, choice.policy)
     if not chosen:
         if any(_jax.is_planned(eqn) for _, eqn in found.stacks):
+            if choice.policy is own:
+                check.spent(found.stacks, own, label)
             return _jax.evaluate(closed, args)  # planned already, by a decorator further in
         if isinstance(choice.policy, ByLayer):
             return choice.policy.run_straight(closed, args, label)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxmem import policies
+from jaxmem.errors import NoEffectWarning, warn
 from jaxmem.plan import Plan
 from jaxmem.policies import Policy
 
@@ -43,6 +44,9 @@ class _Circumstances:
 
 
 _circumstances = jax.make_user_context(default_value=_Circumstances())
+# Policies in the place of the decorators' own under which anything was traced.  What jax has traced
+# already it does not trace again, so that none is ever taken out.
+_MET: set[Policy] = set()
 
 # ---------------------------------------------------------------- API
 
@@ -63,6 +67,9 @@ def use_policy(policy: Any, **options: Any) -> Iterator[None]:
       TypeError, ValueError: as `jaxmem.remat` does for the policy; a `Plan` is
         refused, as it fits one stack only.
 
+    Warns:
+      jaxmem.NoEffectWarning: nothing decorated was traced while it was open.
+
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_sqrt
     ... def model(weights, h):
@@ -77,15 +84,30 @@ def use_policy(policy: Any, **options: Any) -> Iterator[None]:
             "use_policy takes a policy, which fits every stack; a Plan fits stacks of one length: "
             "pass it to the decorator of that stack"
         )
-    with instead(policies.parse(policy, **options)):
+    policy = policies.parse(policy, **options)
+    with instead(policy):
         yield
+    warn_unmet(policy, f"use_policy({policy!r})")
 
 
 @contextlib.contextmanager
 def instead(policy: Policy) -> Iterator[None]:
     """While open, every decorated region has this policy."""
+    if _circumstances.value.policy is not None:
+        _MET.add(_circumstances.value.policy)  # to have been overruled is an effect
     with _circumstances(dataclasses.replace(_circumstances.value, policy=policy)):
         yield
+
+
+def warn_unmet(policy: Policy, what: str) -> None:
+    """Warns where a policy was in force, and nothing decorated was ever traced under it."""
+    if policy not in _MET:
+        warn(
+            f"{what} changed nothing: no code under a decorator of jaxmem was traced while it was "
+            "open.  Decorate the model (@jaxmem.remat_auto does nothing else to it), and call what "
+            "is to be traced inside of the with statement: jax.jit alone traces nothing",
+            NoEffectWarning,
+        )
 
 
 @contextlib.contextmanager
@@ -145,6 +167,8 @@ def policy_instead(policy: Policy | Plan) -> Policy | Plan:
 
 def note_region(policy: Policy | Plan) -> None:
     """A region decorated with this policy is traced."""
+    if (instead := _circumstances.value.policy) is not None:
+        _MET.add(instead)
     if (record := _circumstances.value.record) is not None:
         record.regions.append(policy)
 

@@ -155,6 +155,7 @@ def test_writes_to_a_ref_are_refused(policy: Any) -> None:
         jax.jit(jaxmem.remat(counting, policy))(W, ref)
 
 
+@pytest.mark.filterwarnings("ignore::jaxmem.NoEffectWarning")
 def test_the_policy_further_in_stays_the_only_one() -> None:
     for inner in ("full", "dots", policies.revolve(2)):
         once = jaxmem.remat(model, inner)

@@ -88,13 +88,59 @@ def test_linen_modules_and_scanned_layers_follow():
         assert kinds_in(Encoder().apply, params, x) == ["revolve"]
 
 
-def test_undecorated_code_stays_as_it_is():
-    def bare(weights: jax.Array, h: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+def bare(weights: jax.Array, h: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
 
-    with jaxmem.use_policy("full"):
+
+def test_undecorated_code_stays_as_it_is_and_it_is_said():
+    expected = r"use_policy\(Revolve\(slots=901\)\) changed nothing"
+    with (
+        pytest.warns(jaxmem.NoEffectWarning, match=expected) as said,
+        jaxmem.use_policy("revolve", slots=901),
+    ):
         (planned,) = jaxmem.stacks(bare, WEIGHTS, H)
     assert planned.plan.kind == "none"
+    assert said[0].filename == __file__
+
+
+def test_what_is_traced_after_it_is_closed_is_not_under_it():
+    with (
+        pytest.warns(jaxmem.NoEffectWarning, match="jax.jit alone traces nothing"),
+        jaxmem.use_policy("revolve", slots=902),
+    ):
+        jitted = jax.jit(model)
+    jitted(WEIGHTS, H)
+
+
+def test_what_jax_need_not_trace_again_was_under_it():
+    jitted = jax.jit(model)
+    for _ in range(2):
+        with jaxmem.use_policy("revolve", slots=903):
+            jitted(WEIGHTS, H)
+    with jax.disable_jit(), jaxmem.use_policy("revolve", slots=904):
+        model(WEIGHTS, H)
+
+
+def test_a_plan_around_undecorated_code_is_spoken_of():
+    plan = jaxmem.StepPlan(target="nowhere")
+    with (
+        pytest.warns(jaxmem.NoEffectWarning, match="use_plan changed nothing"),
+        jaxmem.use_plan(plan),
+    ):
+        jax.grad(bare)(WEIGHTS, H)
+
+
+def test_two_decorators_around_one_stack():
+    outer = jaxmem.remat_full(lambda *arrays: model(*arrays) + 1)
+    expected = r"Full\(\) around .* does nothing: .* another policy for test_tracing.py:\d+"
+    with pytest.warns(jaxmem.NoEffectWarning, match=expected):
+        assert kinds_in(outer, WEIGHTS, H) == ["periodic"]
+    with jaxmem.use_policy("full"):  # the same for both: nothing is lost
+        assert kinds_in(outer, WEIGHTS, H) == ["full"]
+    for policy in ("full", "dots", "sqrt", "revolve", "none"):
+        assert kinds_in(jaxmem.remat(jaxmem.remat(bare, policy), policy), WEIGHTS, H)
+    with_another = jaxmem.remat_full(lambda *arrays: model(*arrays) + bare(*arrays))
+    assert kinds_in(with_another, WEIGHTS, H) == ["periodic", "full"]
 
 
 def test_the_innermost_counts_and_the_outer_one_comes_back():

@@ -66,10 +66,10 @@ def under(entry: Entry, policy: PolicyText, plan: Path | None) -> Under:
     """
     if plan is None:
         return lambda: entry.under(policy)
-    from jaxmem.fitting import StepPlan, use_plan
+    from jaxmem.fitting.step_plan import StepPlan, following
 
     loaded = StepPlan.load(plan)
-    return lambda: use_plan(loaded)
+    return lambda: following(loaded)
 
 
 def without_stacks(job: Job, context: Under) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmem.fitting.fates import ValueFate
 from jaxmem.fitting.holes import Hole
-from jaxmem.fitting.step_plan import StepPlan, use_plan
+from jaxmem.fitting.step_plan import StepPlan, following
 from jaxmem.report import MemoryReport
 from jaxmem.solve.stacks import Candidate
 from jaxmem.text import change, columns, duration, size
@@ -108,7 +108,7 @@ class Fitted:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The step, compiled under the plan at its first call."""
-        with use_plan(self.plan):
+        with following(self.plan):
             return self._function(*args, **kwargs)
 
     __call__ = step

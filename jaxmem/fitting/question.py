@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem import targets
-from jaxmem.fitting.step_plan import StepPlan, use_plan
+from jaxmem.fitting.step_plan import StepPlan, following
 from jaxmem.memory import memory_report
 from jaxmem.program import Program
 from jaxmem.report import MemoryReport
@@ -40,7 +40,7 @@ class Question:
         )
 
     def report(self, plan: StepPlan) -> MemoryReport:
-        with use_plan(plan):
+        with following(plan):
             return memory_report(
                 self.step,
                 *self.args,

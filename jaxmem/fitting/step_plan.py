@@ -118,6 +118,9 @@ def use_plan(plan: StepPlan | str | os.PathLike[str]) -> Iterator[None]:
       ValueError: the file holds no plan; and, when a function is differentiated inside,
         if the plan does not have one of its stacks.  The message says what differs.
 
+    Warns:
+      jaxmem.NoEffectWarning: nothing decorated was traced while it was open.
+
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_auto
     ... def model(weights, h):
@@ -136,8 +139,14 @@ def use_plan(plan: StepPlan | str | os.PathLike[str]) -> Iterator[None]:
                 "is for one stack and goes to its decorator"
             )
         plan = StepPlan.load(plan)
-    with tracing.instead(Filled(plan)):
+    with following(plan):
         yield
+    tracing.warn_unmet(Filled(plan), "use_plan")
+
+
+def following(plan: StepPlan) -> contextlib.AbstractContextManager[None]:
+    """`use_plan` for callers that see for themselves whether there is anything to plan."""
+    return tracing.instead(Filled(plan))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,9 +118,9 @@ class Entry:
         """
         if policy is None or not self.is_forced(policy):
             return contextlib.nullcontext()
-        from jaxmem.tracing import use_policy
+        from jaxmem import policies, tracing
 
-        return use_policy(policy.name, **dict(policy.options))
+        return tracing.instead(policies.parse(policy.name, **dict(policy.options)))
 
     @property
     def _keywords(self) -> dict[str, inspect.Parameter]:
