@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxmem import hlo, targets
+from jaxmem import compiler_options, hlo, targets
 from jaxmem.digest import digest
 from jaxmem.hlo.analysis import Analysis, analyse
 from jaxmem.program import Exported, Program
@@ -88,8 +88,11 @@ def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
 
     Raises:
       RuntimeError: it gives no memory analysis.
+      ValueError: it does not know an option.
     """
-    compiled, texts, seconds = compile_with_texts(program.traced.lower(), options)
+    lowered = program.traced.lower()
+    with compiler_options.named():
+        compiled, texts, seconds = compile_with_texts(lowered, options)
     memory = compiled.memory_analysis()
     device = _device(compiled)
     if memory is None:
@@ -214,7 +217,8 @@ def compile_elsewhere(
 
     Raises:
       jaxmem.CompileError: see `jaxmem.targets.compile_for`.
-      ValueError: the program is sharded over another number of devices than the target has.
+      ValueError: the program is sharded over another number of devices than the target has, or
+        the compiler does not know an option.
     """
     options = {key: _plain(value) for key, value in options.items()}
     exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
@@ -224,8 +228,8 @@ def compile_elsewhere(
     found = _read(store.get(key)) if store else None
     cached = found is not None
     if found is None:
-        found = _outcome(
-            targets.compile_for(
+        with compiler_options.named():
+            compiled = targets.compile_for(
                 target,
                 exported.blob,
                 donate=exported.donate,
@@ -233,9 +237,8 @@ def compile_elsewhere(
                 memory_kinds=exported.memory_kinds,
                 compiler_options=options,
                 timeout=timeout,
-            ),
-            target,
-        )
+            )
+        found = _outcome(compiled, target)
         if store:
             store.put(key, to_data(found))
     return Compiled(

@@ -41,6 +41,9 @@ def stacks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[PlannedSta
 
     Nothing is computed; arguments may be `jax.ShapeDtypeStruct`s.
 
+    Raises:
+      TypeError: `fn` is not callable.
+
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_sqrt
     ... def model(weights, h):
@@ -51,6 +54,11 @@ def stacks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[PlannedSta
       |...|...|...|...|...|...|...|...|...|...|...|...|...|...|...|...
       | carry kept   . computed again
     """
+    if not callable(fn):
+        raise TypeError(
+            f"stacks takes a function and its arguments, got an object of type {type(fn).__name__} "
+            "as the function; pass stacks(fn, *args), not stacks(fn(*args))"
+        )
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = [isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in leaves]
 

@@ -16,6 +16,7 @@ import jax
 
 from jaxmem import targets
 from jaxmem.advice import advise
+from jaxmem.compiler_options import check_kinds
 from jaxmem.compiling import Compiled, compile_elsewhere, compile_here
 from jaxmem.costs import Costs, costs
 from jaxmem.hlo.analysis import Analysis
@@ -66,7 +67,8 @@ def memory_report(
     Raises:
       TypeError: `fn` is not callable, an argument is not an array (the message names its
         path), or an option is of another type.
-      ValueError: no such target, or arguments sharded over another number of devices.
+      ValueError: no such target, no such compiler option, or arguments sharded over another number
+        of devices.
       jaxmem.CompileError: the compiler refused the program, crashed, ran out of time or is not
         installed; the message says which and what to do.
       RuntimeError: the attached backend gives no memory analysis.
@@ -89,6 +91,7 @@ def memory_report(
         cache=(cache, bool, "True or False"),
         suggest=(suggest, bool, "True or False"),
     )
+    check_kinds(compiler_options or {})
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     absent = None if target == "local" else targets.target(target)

@@ -46,8 +46,12 @@ def change(share: float) -> str:
     return "0.0%" if text in ("+0.0%", "-0.0%") else text
 
 
-def parse_size(text: "str | int | float") -> int:
+def parse_size(text: "str | int | float", what: str = "") -> int:
     """Bytes from a number of them or from text such as "40GiB", "15.75 GiB", "500MB".
+
+    Args:
+      text: of the size.
+      what: its name, if errors are to begin with one.
 
     Raises:
       ValueError: it is no size; TypeError: neither text nor number.
@@ -55,6 +59,7 @@ def parse_size(text: "str | int | float") -> int:
     >>> parse_size("40GiB") == 40 * 2**30, parse_size("1.5 kB"), parse_size(1024)
     (True, 1500, 1024)
     """
+    named = f"{what}: " if what else ""
     if isinstance(text, numbers.Real) and not isinstance(text, bool):
         number, unit = float(text), 1
     elif isinstance(text, str):
@@ -62,18 +67,21 @@ def parse_size(text: "str | int | float") -> int:
         known = None if match is None else _SIZES.get(match[2].casefold())
         if match is None or known is None:
             raise ValueError(
-                f"{text!r} is no size in memory; write a number of bytes or a text such as "
+                f"{named}{text!r} is no size in memory; write a number of bytes or a text such as "
                 '"40GiB", "15.75 GiB" or "500MB"'
             )
         number, unit = float(match[1]), known
     else:
         raise TypeError(
-            f'a size is a number of bytes or a text such as "40GiB", got {type(text).__name__}'
+            f'{named}a size is a number of bytes or a text such as "40GiB", got an object of type '
+            f"{type(text).__name__}"
         )
     if not 0 < number < float("inf"):
-        raise ValueError(f"a size must be more than nothing, and finite, got {text!r}")
+        raise ValueError(f"{named}a size must be more than nothing, and finite, got {text!r}")
     if number * unit < 1024:
-        raise ValueError(f'{text!r} is less than a KiB; is a unit missing, as in "{text}GiB"?')
+        raise ValueError(
+            f'{named}{text!r} is less than a KiB; is a unit missing, as in "{text}GiB"?'
+        )
     return int(number * unit)
 
 

@@ -323,6 +323,15 @@ def test_policies_of_jax_and_of_users_are_taken() -> None:
         (lambda: jaxmem.remat_full(two_stacks, where="a"), "where takes the index of a stack or"),
         (lambda: jaxmem.value_and_grad(3), "value_and_grad takes a function, got an object of"),  # pyright: ignore[reportArgumentType]
         (lambda: jaxmem.AdamA("a"), "AdamA: learning_rate is a number or a schedule"),  # pyright: ignore[reportArgumentType]
+        (lambda: jaxmem.stacks(3), "stacks takes a function and its arguments, got an object of"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: jaxmem.fit(two_stacks, WEIGHTS, H, budget=None),  # pyright: ignore[reportArgumentType]
+            "budget: a size is a number of bytes or a text",
+        ),
+        (
+            lambda: jaxmem.memory_report(two_stacks, WEIGHTS, H, compiler_options={"a": []}),
+            "compiler_options: a is a text, a number, True or False, got an object of type list",
+        ),
         (
             lambda: jaxmem.memory_report(two_stacks, WEIGHTS, H, donate_argnums="x"),  # pyright: ignore[reportArgumentType]
             "donate_argnums takes positions of arguments, whole numbers, got 'x'",
@@ -332,6 +341,20 @@ def test_policies_of_jax_and_of_users_are_taken() -> None:
 def test_arguments_of_another_kind_are_refused_at_once(call: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         call()
+
+
+@pytest.mark.parametrize("target", ["local", "h100-80g"])
+def test_options_that_a_compiler_does_not_know(target: str) -> None:
+    with pytest.raises(ValueError, match="compiler_options: No such compile option: 'xla_gpuu'"):
+        jaxmem.memory_report(
+            two_stacks, WEIGHTS, H, target=target, compiler_options={"xla_gpuu": True}
+        )
+
+
+def test_a_batch_without_rows() -> None:
+    step = jaxmem.value_and_grad(lambda p, b: (p * b).mean(), microbatches=2)
+    with pytest.raises(ValueError, match=r"the batch has no rows \(b is float32\[0, 3\]\)"):
+        step(jnp.ones(3), jnp.ones((0, 3)))
 
 
 def test_misspelt_options_are_not_blamed_on_the_function() -> None:

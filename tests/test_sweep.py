@@ -382,6 +382,18 @@ def test_pictures(tmp_path: Path):
         assert f"heat-{target}.png" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--heatmap", "--plot"])
+def test_pictures_that_cannot_be_written_are_refused_before_anything_is_compiled(
+    tmp_path: Path, option: str
+):
+    out = tmp_path / "sweep.csv"
+    for file, text in ((tmp_path / "no" / "a.png", "there is no folder"), ("a.doc", "PNG")):
+        result = sweep(out, option, str(file))
+        assert result.exit_code != 0
+        assert text.lower() in result.output.lower() + str(result.exception).lower()
+        assert not out.exists()
+
+
 def test_a_progress_bar_in_a_terminal(tmp_path: Path):
     (tmp_path / "mine.py").write_text(_EDITABLE)
     words = ["sweep", "mine:job", "--out", "sweep.csv", "--json"]

@@ -264,6 +264,11 @@ def _rows(
             f"the {rows} rows of the batch cannot lie evenly over the {devices} devices of "
             "batch_sharding; pass a batch that they divide"
         )
+    if not rows:
+        raise ValueError(
+            f"the batch has no rows ({first[0]} is {described(first[1])}), so that there is "
+            "nothing to take a mean over; leave an empty batch out"
+        )
     if rows // devices < microbatches:
         where = "" if devices == 1 else f" on each of {devices} devices"
         raise ValueError(

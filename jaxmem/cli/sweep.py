@@ -87,7 +87,9 @@ def sweep(
     from jaxmem.cli.combinations import Combination, check_targets, combinations
     from jaxmem.cli.drawing import draw_heatmaps, draw_plots
     from jaxmem.cli.rows import Rows, lines_of, values_of
+    from jaxmem.cli.writing import check_files
 
+    check_files(heatmap=heatmap, plot=plot)
     options = {"timeout": timeout, "cache": not no_cache, "suggest": False}
     with results_only():
         chosen = tuple(PolicyText.parse(text) for text in policies)

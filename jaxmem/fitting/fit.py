@@ -89,7 +89,7 @@ def fit(
             f"fit takes a step and its arguments, got an object of type {type(step).__name__} as "
             "the step; pass fit(step, *args, budget=...), not fit(step(*args))"
         )
-    budget = parse_size(budget)
+    budget = parse_size(budget, "budget")
     max_compiles = check_positive("max_compiles", max_compiles)
     ask = Question(
         step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache

@@ -1,0 +1,49 @@
+"""Options handed to a compiler: what is wrong with them is said as such, and of no program."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmem.targets import CompileError
+
+# How XLA's complaints about options begin.
+_COMPLAINTS = ("No such compile option", "While setting option")
+
+
+def check_kinds(options: Mapping[str, Any]) -> None:
+    """That they are names and plain values.
+
+    Raises:
+      TypeError: one is not.
+    """
+    for name, value in options.items():
+        if not isinstance(name, str):
+            raise TypeError(f"compiler_options: names of options are texts, got {name!r}")
+        if not isinstance(value, str | bool | int | float | np.bool_ | np.integer | np.floating):
+            raise TypeError(
+                f"compiler_options: {name} is a text, a number, True or False, got an object of "
+                f"type {type(value).__name__}"
+            )
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """While open, what a compiler says of an option is raised as an error of the option.
+
+    Raises:
+      ValueError: the compiler does not know an option, or not its value.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, CompileError) as error:
+        text = str(error)
+        found = [text[text.index(part) :] for part in _COMPLAINTS if part in text]
+        if not found:
+            raise
+        raise ValueError(
+            f"compiler_options: {found[0].splitlines()[0].rstrip('.')}.  Options are XLA's, as in "
+            '{"xla_gpu_enable_triton_gemm": False}, and each compiler knows its own'
+        ) from None
