@@ -21,7 +21,12 @@ from jaxmem.layer import nbytes
 # ---------------------------------------------------------------- API
 
 
-def peak_alive(
+def peak_alive(closed: ClosedJaxpr, **how: Any) -> int:
+    """The most bytes alive at once, of what is computed; see `worst_moment`."""
+    return worst_moment(closed, **how)[0]
+
+
+def worst_moment(
     closed: ClosedJaxpr,
     copied: Collection[Any] = (),
     held: Sequence[Any] = (),
@@ -30,8 +35,9 @@ def peak_alive(
     of_products: Collection[Any] = (),
     parted: Collection[Any] = (),
     lasting: Collection[Any] = (),
-) -> int:
-    """The most bytes alive at once, of what is computed.
+    of_calls: Collection[Any] = (),
+) -> tuple[int, frozenset[Any]]:
+    """The most bytes alive at once, of what is computed, and which of `held` are then.
 
     Args:
       copied: inputs that are copied when they are first read.
@@ -44,13 +50,17 @@ def peak_alive(
       parted: results of which none is left a part of something larger, as of the gradient of a
         concatenation, but all are arrays of their own in the end.
       lasting: of `held`, what is alive to the end, since others read it later.
+      of_calls: inputs that calls into a library made, see `by_library`.
     """
     jaxpr = closed.jaxpr
     rounded = read_rounded(jaxpr).difference(exact) if fuses_operands else set()
     stored = in_memory(jaxpr, fuses_operands, of_products)
     lives = _Lives(closed, held, stored, rounded, _cut_out(jaxpr) if fuses_operands else ())
     waiting = set(copied)
+    lives.never_over(of_calls)
     for at, eqn in enumerate(jaxpr.eqns):
+        if not fuses_operands and by_library(eqn):
+            lives.never_over(eqn.outvars)
         for atom in eqn.invars:
             if _jax.is_var(atom) and atom in waiting:
                 waiting.discard(atom)
@@ -65,13 +75,22 @@ def peak_alive(
     return lives.peak()
 
 
+def by_library(eqn: Any) -> bool:
+    """Whether GPUs call a library (cuDNN) for an operation.
+
+    The call returns a workspace, too, and XLA lets an operation write over an array only if that is
+    the whole result of what made it.
+    """
+    return eqn.primitive.name == "conv_general_dilated"
+
+
 def in_memory(
     jaxpr: Any, fuses_operands: bool = False, of_products: Collection[Any] = ()
 ) -> set[Any]:
     """The values that a compiler has in memory at all: what kernels make and take.
 
     Args:
-      fuses_operands, of_products: see `peak_alive`.
+      fuses_operands, of_products: see `worst_moment`.
     """
     taken = read_by_kernels(jaxpr)
     if fuses_operands:
@@ -155,7 +174,8 @@ class _Lives:
         self._readers: dict[Any, set[int]] = {}
         # Operations that may write over what they read, with what each makes.
         self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
-        # Through a barrier compilers do not see that something is read for the last time.
+        # What is not written over: through a barrier compilers do not see that something is read
+        # for the last time.
         self._passed: set[Any] = set()
         self._held = frozenset(held)
         for var in held:
@@ -165,6 +185,10 @@ class _Lives:
         """An array is in memory from here on."""
         self._made[var] = self._last[var] = at
         self._behind[var] = frozenset([var])
+
+    def never_over(self, made: Collection[Any]) -> None:
+        """Nothing is written over these."""
+        self._passed.update(made)
 
     def read(self, atom: Any, at: int) -> frozenset[Any]:
         """What is behind a value is alive until here at least."""
@@ -206,7 +230,8 @@ class _Lives:
             self.read(atom, at)
             self.make(var, at)
 
-    def peak(self) -> int:
+    def peak(self) -> tuple[int, frozenset[Any]]:
+        """The most bytes alive at once, and what of that is held from the start."""
         changes = [0] * (self._length + 2)
         for var, at in self._made.items():
             changes[at] += self._bytes(var)
@@ -221,11 +246,12 @@ class _Lives:
                     ends.remove(self._bytes(var))
                     changes[at] -= self._bytes(var)
                     changes[at + 1] += self._bytes(var)
-        alive = peak = 0
-        for change in changes:
+        alive = peak = when = 0
+        for at, change in enumerate(changes):
             alive += change
-            peak = max(peak, alive)
-        return peak
+            if alive > peak:
+                peak, when = alive, at
+        return peak, frozenset(var for var in self._held if self._last[var] >= when)
 
     def _round_at_once(self, var: Any, behind: frozenset[Any], at: int, changes: list[int]) -> None:
         """What is computed from the result of one product is computed, and rounded, there."""

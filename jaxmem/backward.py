@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.alive import in_memory
-from jaxmem.counting import kind_of
+from jaxmem.counting import flops, kind_of
 from jaxmem.layer import Layer, nbytes
 
 # ---------------------------------------------------------------- types
@@ -157,6 +157,9 @@ def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[A
 _LARGE = 16
 # What reads more than this beside its own size is not computed several times.
 _LIGHT = 1.05
+# Products that do no more operations for each byte that they make are, as a convolution of an
+# image's three channels: accelerators do hundreds in the time in which they write a byte.
+_THIN = 16
 
 
 class _Order:
@@ -191,13 +194,13 @@ class _Order:
         self._compute(self._wanted(filter(_jax.is_var, jaxpr.outvars)))
 
     def _lasts(self) -> set[Any]:
-        """What is computed again once: kernels' results, and what reads much."""
+        """What is computed again once: the results of dear kernels, and what reads much."""
         behind: dict[Any, frozenset[Any]] = {}
         found: set[Any] = set()
         for eqn in self._again:
             atoms = filter(_jax.is_var, eqn.invars)
             taken = frozenset().union(*(behind.get(a, frozenset([a])) for a in atoms))
-            kernel = kind_of(eqn) in ("kernel", "reduction")
+            kernel = kind_of(eqn) in ("kernel", "reduction") and not _is_thin(eqn)
             size = sum(nbytes(var.aval) for var in taken)
             for var in eqn.outvars:
                 stored = var in self._stored
@@ -285,6 +288,12 @@ class _Order:
 
     def _called(self, var: Any) -> Any:
         return self._kept.get(var) or self._now.get(var, var)
+
+
+def _is_thin(eqn: Any) -> bool:
+    """Whether a product or a convolution does so little that it is soon done again."""
+    made = sum(nbytes(var.aval) for var in eqn.outvars)
+    return flops.is_matmul(eqn) and flops.matmul_flops(eqn) <= _THIN * made
 
 
 def _read(eqns: Sequence[Any]) -> list[Any]:

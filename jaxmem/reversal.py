@@ -6,11 +6,13 @@ from typing import Any
 
 from jaxmem import _jax
 from jaxmem.alive import (
+    by_library,
     in_memory,
     peak_alive,
     read_by_kernels,
     read_rounded,
     rounded_where_made,
+    worst_moment,
 )
 from jaxmem.backward import Backward, backward_of
 from jaxmem.counting import kind_of
@@ -70,6 +72,13 @@ def reversal_bytes(
     Its tape and the gradient of its results among it, each till its last use, and what of the tape
     is `lasting` to the end: others hold it, too.
     """
+    return reversal_moment(layer, fuses_operands, lasting)[0]
+
+
+def reversal_moment(
+    layer: Layer, fuses_operands: bool = False, lasting: Collection[Any] = ()
+) -> tuple[int, frozenset[Any]]:
+    """`reversal_bytes`, and what of the tape and the gradients is alive then."""
     backward = backward_of(layer, in_turn=True)
     held = [*backward.tape, *backward.gradients]
     # What others hand over they may read, too, and not rounded; so do barriers.
@@ -78,7 +87,7 @@ def reversal_bytes(
     # Through a barrier go the gradients that others wait for, if there are several.
     _, reached, _ = layer.by_role(backward.closed.jaxpr.outvars)
     parted = [atom for atom in reached if _jax.is_var(atom)]
-    return peak_alive(
+    return worst_moment(
         backward.closed,
         held=held,
         fuses_operands=fuses_operands,
@@ -86,6 +95,7 @@ def reversal_bytes(
         of_products=rounded,
         parted=parted if len(parted) > 1 else (),
         lasting=lasting,
+        of_calls=() if fuses_operands else [v for v in backward.tape if _by_library(layer, v)],
     )
 
 
@@ -160,6 +170,14 @@ _EXPENSIVE = frozenset(
     )
     for name in line.split()
 )
+
+
+def _by_library(layer: Layer, var: Any) -> bool:
+    """Whether a GPU's library made a value on the way there."""
+    eqn = layer.made_by(var)
+    while eqn is not None and _jax.name_given_by(eqn) is not None:
+        eqn = layer.made_by(eqn.invars[0])
+    return eqn is not None and by_library(eqn)
 
 
 def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:

@@ -87,6 +87,32 @@ def test_elementwise_results_are_computed_for_each_reader() -> None:
     assert "dot_general" in {names[turn.operation] for turn in backward.turns if turn.waits}
 
 
+def test_thin_products_are_computed_for_each_reader() -> None:
+    """Those of few operations for what they make: a dear one is computed again once, and kept."""
+
+    def two_readers(params: tuple[jax.Array, ...], h: jax.Array) -> jax.Array:
+        first, second, third = params
+        wide = jnp.tanh(h @ first)
+        return (jnp.tanh(wide @ second) @ third + wide @ third).sum()
+
+    def again(channels: int) -> int:
+        shapes = (channels, 64), (64, 64), (64, 64)
+        params = tuple(map(jnp.ones, shapes))
+        code = code_of(two_readers, params, jnp.ones((128, channels)))
+        layer = code.layer(0, len(code))
+        least = menu(graph_of(layer, ANY), points=0)[-1]
+        eqns = backward_of(layer.keeping(least.kept), in_turn=True).closed.jaxpr.eqns
+        of_first = [
+            eqn
+            for eqn in eqns
+            if [v.aval.shape for v in eqn.invars] == [(128, channels), (channels, 64)]
+        ]
+        return len(of_first)
+
+    assert again(48) == 1
+    assert again(3) > 2
+
+
 def test_long_chains_of_small_operations() -> None:
     def fn(h):
         for _ in range(1500):

@@ -9,6 +9,7 @@ from jax import lax
 
 import jaxmem
 from budgets import nets
+from jaxmem.alive import peak_alive
 from jaxmem.fitting.holes import StackHole
 from jaxmem.layer import Layer
 from jaxmem.reversal import without_checkpoint
@@ -67,7 +68,7 @@ def test_convolutions_and_poolings_are_foretold(place: float) -> None:
     assert abs(off(job.step, *job.args, place=place)) < 0.1
 
 
-@pytest.mark.parametrize("place", [0.6, 1.0])
+@pytest.mark.parametrize("place", [0.85, 1.0])
 def test_what_a_skip_connection_carries_is_held_by_those_who_read_it_later(place: float) -> None:
     """Where the U-Net's last level is reversed, what passed by is still there for the first.
 
@@ -80,6 +81,37 @@ def test_what_a_skip_connection_carries_is_held_by_those_who_read_it_later(place
     fixed = report.required_bytes - report.temp_bytes
     alive = sum(one.bytes for one in report.buffers if one.kind == "temporary")
     assert abs((found.predicted[rung] - fixed) / alive - 1) < 0.03
+
+
+def test_plans_of_a_whole_net_go_by_its_worst_moment() -> None:
+    """A U-Net in half of its memory, for next to no matrix work: convolutions of few operations are
+    done twice, and of the dear ones those are kept that are not there at the worst moment."""
+    job = MODELS["unet"]()
+    ask = question(job.step, *job.args, target=TARGET)
+    found = problem(job.step, *job.args, target=TARGET)
+    everything = found.report(ask, 0)
+    rung = next(k for k, bytes in enumerate(found.predicted) if bytes < 1.15e9)
+    half = found.report(ask, rung)
+    assert half.required_bytes < 0.5 * everything.required_bytes
+    assert everything.matmul_flops is not None
+    assert half.matmul_flops is not None
+    assert half.matmul_flops < 1.03 * everything.matmul_flops
+
+
+def test_results_of_a_library_are_not_written_over() -> None:
+    """A GPU's convolutions are calls into a library, which return their workspace, too."""
+    last = Spec((3, 3, 32, 1), "float32")
+
+    def through(h: jax.Array, kernel: jax.Array, last: jax.Array) -> jax.Array:
+        return conv(jnp.tanh(conv(h, kernel)), last)
+
+    closed = jax.make_jaxpr(through)(IMAGES, KERNEL, last)
+    size = 4 * IMAGES.size
+    foretold = peak_alive(closed), peak_alive(closed, fuses_operands=True)
+    report = jaxmem.memory_report(through, IMAGES, KERNEL, last, target=TARGET)
+    assert foretold[0] == 2 * size
+    assert foretold[1] < 1.1 * size
+    assert abs(report.temp_bytes / foretold[0] - 1) < 0.05
 
 
 def stacked(ws: jax.Array, h: jax.Array) -> jax.Array:

@@ -24,6 +24,9 @@ from jaxmem.straight.plan import Piece, StraightPlan
 from jaxmem.straight.stretch import Stretch, stretch_of
 from jaxmem.values import unnamed_places
 
+# How many ways to keep what all of the code needs, as one stretch, are looked at besides the menu.
+_LOOKS = 200
+
 # ---------------------------------------------------------------- types
 
 
@@ -53,7 +56,10 @@ class Chain:
         for first, after in _widths(len(self)):
             layer = code.layer(self.cuts[first], self.cuts[after])
             if layer.digest not in known:
-                known[layer.digest] = stretch_of(layer, roofline, offload, points)
+                # On TPUs, of which less is known, and in a hurry the menu has to do.
+                thorough = after - first == len(self) and points and not roofline.fuses_operands
+                looks = _LOOKS if thorough else 0
+                known[layer.digest] = stretch_of(layer, roofline, offload, points, looks)
             stretch = self.stretches[first, after] = known[layer.digest]
             # Of what passes the link by, the gradient is there too while it is reversed.
             given = code.alive_bytes(self.cuts[after])
@@ -100,10 +106,14 @@ class Chain:
     def _looked_at_again(self, table: ChainTable) -> ChainTable:
         """The plans of a table, with what each needs as it will be run."""
         plans = [plan for size, _ in table.frontier() if (plan := table.plan(size)) is not None]
-        needed = [max(plan.bytes, self._needed(plan.steps)) for plan in plans]
+        found: list[tuple[int, float, Steps]] = [(p.bytes, p.seconds, p.steps) for p in plans]
+        if whole := self._wide.get((0, len(self))):
+            # In the table plans in several parts, which only now turn out to need more, beat these.
+            options = enumerate(whole.options)
+            found += [(0, one.seconds, (Kept(0, k, len(self)),)) for k, one in options]
         return ChainTable(
-            (size, plan.seconds, lambda steps=plan.steps: steps)
-            for size, plan in zip(needed, plans, strict=True)
+            (max(bytes, self._needed(steps)), seconds, lambda steps=steps: steps)
+            for bytes, seconds, steps in found
         )
 
     def _needed(self, steps: Steps) -> int:

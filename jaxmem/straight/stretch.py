@@ -7,11 +7,12 @@ from typing import Any
 from jaxmem import _jax
 from jaxmem.layer import Layer, nbytes
 from jaxmem.problem import Graph
-from jaxmem.reversal import given_bytes, reversal_bytes, without_checkpoint
+from jaxmem.reversal import given_bytes, reversal_bytes, reversal_moment, without_checkpoint
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Link, Option
 from jaxmem.solve.cover import settle
 from jaxmem.solve.keep import Keep, menu
+from jaxmem.straight.descent import descended
 from jaxmem.values import graph_of, unnamed_places
 
 # ---------------------------------------------------------------- types
@@ -58,11 +59,14 @@ class Stretch:
 # ---------------------------------------------------------------- API
 
 
-def stretch_of(layer: Layer, roofline: Roofline, offload: bool, points: int) -> Stretch:
+def stretch_of(
+    layer: Layer, roofline: Roofline, offload: bool, points: int, looks: int = 0
+) -> Stretch:
     """The ways to keep what the backward pass of a stretch needs, with what each takes.
 
     Args:
       points: how many are looked for besides the corners of their hull.
+      looks: how many besides these, by what is alive at the worst moment.
     """
     graph = graph_of(layer, roofline, offload)
     names = {
@@ -90,6 +94,15 @@ def stretch_of(layer: Layer, roofline: Roofline, offload: bool, points: int) -> 
         known = {(keep.kept, keep.offloaded) for keep in found}
         again = [settle(graph, *map(frozenset, other)) for other in others if other not in known]
         found += [keep for keep in again if keep is not None]
+    moments: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, frozenset[Any]]] = {}
+
+    def moment(keep: Keep) -> tuple[int, frozenset[Any]]:
+        if (name := (keep.kept, keep.offloaded)) not in moments:
+            moments[name] = reversal_moment(layer.keeping(*name), roofline.fuses_operands)
+        return moments[name]
+
+    if looks:
+        found += descended(layer, graph, found, moment, looks)
     options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
 
     out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
@@ -98,8 +111,7 @@ def stretch_of(layer: Layer, roofline: Roofline, offload: bool, points: int) -> 
     def option(keep: Keep, seconds: float) -> Option:
         values = [layer.values[place] for place in keep.kept]
         tape_bytes = sum(nbytes(var.aval) for var in values)
-        as_kept = layer.keeping(keep.kept, keep.offloaded)
-        reversal = reversal_bytes(as_kept, roofline.fuses_operands)
+        reversal, _ = moment(keep)
         return Option(
             tape_bytes=tape_bytes,
             seconds=max(seconds, 0.0),
