@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from terminal import in_terminal
 
 import jaxmem
 from jaxmem.cli.app import app
@@ -208,3 +209,11 @@ def test_a_process_of_its_own(tmp_path: Path):
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["fits"] is True
     assert result.stderr.startswith("fit: plan 1 of ")
+
+
+def test_a_bar_in_a_terminal():
+    """First for planning, which takes half a minute where code without a scan is long."""
+    words = [sys.executable, "-m", "jaxmem", "fit", JOB, "--budget", "1GiB"]
+    code, said = in_terminal(words)
+    assert code == 0, said
+    assert said.index("planning:") < said.index("budget 1.0 GiB:") < said.index("fit: plan 1 of ")

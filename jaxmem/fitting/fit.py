@@ -94,9 +94,10 @@ def fit(
     ask = Question(
         step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
     )
-    problem = look(ask, allow_offload, cost)
     reports: dict[int, MemoryReport] = {}
-    with Progress(progress, max_compiles, f"budget {size(budget)}") as say:
+    with Progress(progress, max_compiles) as say:
+        problem = look(ask, allow_offload, cost)
+        say.planned(max_compiles, f"budget {size(budget)}")
 
         def compiled(rung: int) -> int:
             reports[rung] = problem.report(ask, rung)

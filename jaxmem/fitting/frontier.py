@@ -207,11 +207,12 @@ def frontier(
     ask = Question(
         step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
     )
-    problem = look(ask, allow_offload, cost)
-    chosen = spread(problem.predicted, points)
     reports: dict[int, MemoryReport] = {}
     foretold: dict[int, int] = {}
-    with Progress(progress, len(chosen), "frontier") as say:
+    with Progress(progress, points) as say:
+        problem = look(ask, allow_offload, cost)
+        chosen = spread(problem.predicted, points)
+        say.planned(len(chosen), "frontier")
         for number, rung in enumerate(_ends_first(chosen), 1):
             seen = {other: report.required_bytes for other, report in reports.items()}
             foretold[rung] = problem.prediction(rung, seen)
