@@ -293,6 +293,15 @@ def test_a_faster_rung_that_was_foretold_to_need_hardly_more_is_tried() -> None:
     assert search(predicted, 84, truth.__getitem__, 2).rung == 12
 
 
+def test_the_least_is_looked_for_among_those_foretold_to_be_near_it():
+    predicted, truth = [200, 130, 91, 90, 89], [200, 120, 84, 90, 95]
+    found = search(predicted, 50, truth.__getitem__)
+    assert found.rung is None
+    assert min(found.seen.values()) == 84
+    assert search(predicted, 85, truth.__getitem__).rung == 2
+    assert list(search(predicted, 85, truth.__getitem__, 1).seen) == [4]
+
+
 def test_one_rung() -> None:
     assert search([5], 7, [6].__getitem__).rung == 0
     assert search([5], 5, [6].__getitem__).rung is None

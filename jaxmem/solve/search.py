@@ -5,7 +5,8 @@ predictions are moved by what they were off there.  The search ends when the run
 next to one that was seen not to fit, so that (as long as faster rungs need more) the answer
 is the same wherever the search began: larger budgets never get a slower rung, and smaller
 ones none that needs more.  Ladders are not always that even: of the faster rungs those that
-were foretold to need hardly more than the budget are asked for, too.
+were foretold to need hardly more than the budget are asked for, too, and where the least of all
+does not fit, those foretold to need hardly more than that.
 """
 
 import dataclasses
@@ -72,6 +73,12 @@ def search(
             low = guess
     if high == len(predicted) and 0 not in seen and predicted and len(seen) < most:
         seen[0] = compiled(0)  # where loops are small, nothing computed again can be the least
+    if high == len(predicted) and seen and min(seen.values()) > budget:
+        # Of plans that are foretold to need next to the least any may be the least in truth.
+        near = [k for k, size in enumerate(predicted) if size <= predicted[-1] * _NEAR]
+        for guess in dict.fromkeys((near[0], near[len(near) // 2])):
+            if len(seen) < most and guess not in seen:
+                seen[guess] = compiled(guess)
     if high < len(predicted):
         near = [k for k in range(max(low, 0)) if predicted[k] <= budget * _NEAR and k not in seen]
         for guess in near[: -_PROBES - 1 : -1]:
@@ -88,8 +95,8 @@ def search(
 # Predictions are this far off at times: by this much a plan has to be foretold to be smaller than
 # the budget to be the only one that is asked for.
 _ROOM = 1.25
-# What is foretold to need no more than this times the budget may yet fit, though a slower rung does
-# not; so many are tried.
+# What is foretold to need no more than this times the budget, or the least, may yet fit, though a
+# slower rung does not; so many are tried.
 _NEAR = 1.03
 _PROBES = 2
 
