@@ -158,8 +158,10 @@ _LARGE = 16
 # What reads more than this beside its own size is not computed several times.
 _LIGHT = 1.05
 # Products that do no more operations for each byte that they make are, as a convolution of an
-# image's three channels: accelerators do hundreds in the time in which they write a byte.
+# image's three channels (accelerators do hundreds in the time in which they write a byte), if
+# together they are no larger a part of all products than this.
 _THIN = 16
+_ASIDE = 1 / 100
 
 
 class _Order:
@@ -177,6 +179,7 @@ class _Order:
         self._again = jaxpr.eqns[:count]
         self._makers = {var: at for at, eqn in enumerate(self._again) for var in eqn.outvars}
         self._stored = in_memory(jaxpr)
+        self._thin = _thin_products(jaxpr.eqns, count)
         self._lasting = self._lasts()
         # What a value that is computed again is called now; those that last and those that do not.
         self._kept: dict[Any, Any] = {}
@@ -197,10 +200,10 @@ class _Order:
         """What is computed again once: the results of dear kernels, and what reads much."""
         behind: dict[Any, frozenset[Any]] = {}
         found: set[Any] = set()
-        for eqn in self._again:
+        for at, eqn in enumerate(self._again):
             atoms = filter(_jax.is_var, eqn.invars)
             taken = frozenset().union(*(behind.get(a, frozenset([a])) for a in atoms))
-            kernel = kind_of(eqn) in ("kernel", "reduction") and not _is_thin(eqn)
+            kernel = kind_of(eqn) in ("kernel", "reduction") and at not in self._thin
             size = sum(nbytes(var.aval) for var in taken)
             for var in eqn.outvars:
                 stored = var in self._stored
@@ -290,10 +293,24 @@ class _Order:
         return self._kept.get(var) or self._now.get(var, var)
 
 
-def _is_thin(eqn: Any) -> bool:
-    """Whether a product or a convolution does so little that it is soon done again."""
-    made = sum(nbytes(var.aval) for var in eqn.outvars)
-    return flops.is_matmul(eqn) and flops.matmul_flops(eqn) <= _THIN * made
+def _thin_products(eqns: Sequence[Any], count: int) -> set[int]:
+    """Of the first so many operations, products so small that each who reads one does it himself.
+
+    They read nothing that is computed again: else that would be, each time, with all before it.
+    """
+    products = [flops.matmul_flops(eqn) if flops.is_matmul(eqn) else 0 for eqn in eqns]
+    left = _ASIDE * sum(products)
+    found: set[int] = set()
+    anew: set[Any] = set()
+    for at, eqn in enumerate(eqns[:count]):
+        is_anew = any(atom in anew for atom in filter(_jax.is_var, eqn.invars))
+        if is_anew or kind_of(eqn) != "view":
+            anew.update(eqn.outvars)
+        made = sum(nbytes(var.aval) for var in eqn.outvars)
+        if not is_anew and 0 < products[at] <= min(_THIN * made, left):
+            found.add(at)
+            left -= products[at]
+    return found
 
 
 def _read(eqns: Sequence[Any]) -> list[Any]:

@@ -102,8 +102,9 @@ def spent(stacks: Sequence[tuple[LayerStack, Any]], policy: Policy | Plan, label
     ]
     if others:
         warn(
-            f"{policy!r} around {label} does nothing: decorators further in have all its stacks, "
-            f"and another policy for {others[0].source}; drop one of the two decorators",
+            f"{policy!r} around {label} does nothing: each stack that it could be for has a policy "
+            f"from a decorator further in, {others[0].source} another one; drop one of the two "
+            "decorators",
             NoEffectWarning,
         )
 
@@ -112,7 +113,7 @@ def _is_under(info: LayerStack, eqn: Any, policy: Policy | Plan) -> bool:
     """Whether a stack that has its policy already has this one."""
     if _jax.is_stack(eqn):
         return eqn.params["stack"].policy == policy
-    if needs_sizes(policy):
+    if needs_sizes(policy) or (isinstance(policy, Plan) and policy.length != info.length):
         return False
     plan = choose(policy, Problem(info.length))
     inside = map(_jax.checkpointed_by, _jax.scan_parts(eqn).body.jaxpr.eqns)

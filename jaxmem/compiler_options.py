@@ -13,13 +13,14 @@ from jaxmem.targets import CompileError
 _COMPLAINTS = ("No such compile option", "While setting option")
 
 
-def check_kinds(options: Mapping[str, Any]) -> None:
-    """That they are names and plain values.
+def checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options, if they are names and plain values; numpy's numbers as Python's.
 
     Raises:
-      TypeError: one is not.
+      TypeError: they are not.
     """
-    for name, value in options.items():
+    found: dict[str, Any] = {}
+    for name, value in (options or {}).items():
         if not isinstance(name, str):
             raise TypeError(f"compiler_options: names of options are texts, got {name!r}")
         if not isinstance(value, str | bool | int | float | np.bool_ | np.integer | np.floating):
@@ -27,6 +28,8 @@ def check_kinds(options: Mapping[str, Any]) -> None:
                 f"compiler_options: {name} is a text, a number, True or False, got an object of "
                 f"type {type(value).__name__}"
             )
+        found[name] = value.item() if isinstance(value, np.generic) else value
+    return found
 
 
 @contextlib.contextmanager

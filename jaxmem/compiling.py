@@ -220,7 +220,6 @@ def compile_elsewhere(
       ValueError: the program is sharded over another number of devices than the target has, or
         the compiler does not know an option.
     """
-    options = {key: _plain(value) for key, value in options.items()}
     exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
     target = _for_devices(target, exported)
     store = targets.Cache() if cache else None
@@ -309,11 +308,6 @@ def _key(exported: Exported, target: "targets.Target", options: dict[str, Any]) 
         versions=targets.versions(target),
         reader=_reader(),
     )
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy's as one of Python's, which can be sent."""
-    return value.item() if hasattr(value, "item") else value
 
 
 @functools.cache

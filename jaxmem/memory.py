@@ -16,7 +16,7 @@ import jax
 
 from jaxmem import targets
 from jaxmem.advice import advise
-from jaxmem.compiler_options import check_kinds
+from jaxmem.compiler_options import checked
 from jaxmem.compiling import Compiled, compile_elsewhere, compile_here
 from jaxmem.costs import Costs, costs
 from jaxmem.hlo.analysis import Analysis
@@ -91,7 +91,7 @@ def memory_report(
         cache=(cache, bool, "True or False"),
         suggest=(suggest, bool, "True or False"),
     )
-    check_kinds(compiler_options or {})
+    options = checked(compiler_options)
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     absent = None if target == "local" else targets.target(target)
@@ -101,7 +101,6 @@ def memory_report(
         targets.warm_up(absent)  # while this process traces
     platform = None if absent is None else absent.platform
     program = Program(fn, args, kwargs, donate_argnums, static_argnums, platform)
-    options = dict(compiler_options or {})
     if absent is None:
         compiled = compile_here(program, options)
     else:

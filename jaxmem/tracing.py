@@ -68,7 +68,8 @@ def use_policy(policy: Any, **options: Any) -> Iterator[None]:
         refused, as it fits one stack only.
 
     Warns:
-      jaxmem.NoEffectWarning: nothing decorated was traced while it was open.
+      jaxmem.NoEffectWarning: nothing decorated was traced while it was open, nor ever before under
+        the same: what jax has traced already it need not trace again.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_sqrt

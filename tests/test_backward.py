@@ -1,5 +1,7 @@
 """The order of a backward pass: what is computed again stands where it is read, and waits there."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,19 @@ def test_elementwise_results_are_computed_for_each_reader() -> None:
     assert "dot_general" in {names[turn.operation] for turn in backward.turns if turn.waits}
 
 
+def products(layer: Layer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes of what is multiplied, in the backward pass."""
+    eqns = backward_of(layer, in_turn=True).closed.jaxpr.eqns
+    found = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    return [tuple(var.aval.shape for var in eqn.invars) for eqn in found]
+
+
+def keeping_least(fn: Any, *args: Any) -> Layer:
+    code = code_of(fn, *args)
+    layer = code.layer(0, len(code))
+    return layer.keeping(menu(graph_of(layer, ANY), points=0)[-1].kept)
+
+
 def test_thin_products_are_computed_for_each_reader() -> None:
     """Those of few operations for what they make: a dear one is computed again once, and kept."""
 
@@ -96,21 +111,25 @@ def test_thin_products_are_computed_for_each_reader() -> None:
         return (jnp.tanh(wide @ second) @ third + wide @ third).sum()
 
     def again(channels: int) -> int:
-        shapes = (channels, 64), (64, 64), (64, 64)
-        params = tuple(map(jnp.ones, shapes))
-        code = code_of(two_readers, params, jnp.ones((128, channels)))
-        layer = code.layer(0, len(code))
-        least = menu(graph_of(layer, ANY), points=0)[-1]
-        eqns = backward_of(layer.keeping(least.kept), in_turn=True).closed.jaxpr.eqns
-        of_first = [
-            eqn
-            for eqn in eqns
-            if [v.aval.shape for v in eqn.invars] == [(128, channels), (channels, 64)]
-        ]
-        return len(of_first)
+        shapes = (channels, 256), (256, 256), (256, 256)
+        layer = keeping_least(two_readers, tuple(map(jnp.ones, shapes)), jnp.ones((32, channels)))
+        return products(layer).count(((32, channels), (channels, 256)))
 
     assert again(48) == 1
     assert again(3) > 2
+
+
+def test_chains_of_thin_products_are_computed_again_once() -> None:
+    """Else each would be again with all before it, for each that reads it."""
+
+    def deep(ws: list[jax.Array], h: jax.Array) -> jax.Array:
+        for w in ws:
+            h = jnp.tanh(h @ w)
+        return jnp.square(h).mean()
+
+    layer = keeping_least(deep, [jnp.ones((16, 16))] * 24, jnp.ones((512, 16)))
+    of_layers = products(layer).count(((512, 16), (16, 16)))
+    assert of_layers <= 24 + 24  # what pulls gradients back has these shapes, too
 
 
 def test_long_chains_of_small_operations() -> None:

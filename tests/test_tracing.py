@@ -132,13 +132,16 @@ def test_a_plan_around_undecorated_code_is_spoken_of():
 
 def test_two_decorators_around_one_stack():
     outer = jaxmem.remat_full(lambda *arrays: model(*arrays) + 1)
-    expected = r"Full\(\) around .* does nothing: .* another policy for test_tracing.py:\d+"
+    expected = r"Full\(\) around .* does nothing: .* further in, test_tracing.py:\d+ .* another one"
     with pytest.warns(jaxmem.NoEffectWarning, match=expected):
         assert kinds_in(outer, WEIGHTS, H) == ["periodic"]
     with jaxmem.use_policy("full"):  # the same for both: nothing is lost
         assert kinds_in(outer, WEIGHTS, H) == ["full"]
     for policy in ("full", "dots", "sqrt", "revolve", "none"):
         assert kinds_in(jaxmem.remat(jaxmem.remat(bare, policy), policy), WEIGHTS, H)
+    plan = jaxmem.remat(jaxmem.remat_full(bare), jaxmem.Plan.full(8))  # for another length
+    with pytest.warns(jaxmem.NoEffectWarning, match="does nothing"):
+        assert kinds_in(plan, WEIGHTS, H) == ["full"]
     with_another = jaxmem.remat_full(lambda *arrays: model(*arrays) + bare(*arrays))
     assert kinds_in(with_another, WEIGHTS, H) == ["periodic", "full"]
 

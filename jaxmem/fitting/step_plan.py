@@ -119,7 +119,8 @@ def use_plan(plan: StepPlan | str | os.PathLike[str]) -> Iterator[None]:
         if the plan does not have one of its stacks.  The message says what differs.
 
     Warns:
-      jaxmem.NoEffectWarning: nothing decorated was traced while it was open.
+      jaxmem.NoEffectWarning: nothing decorated was traced while it was open, nor ever before under
+        the same: what jax has traced already it need not trace again.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_auto
