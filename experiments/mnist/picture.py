@@ -68,7 +68,7 @@ def _by_work(mine: Sequence[Need], rows: Sequence[Need], axes: "Axes") -> None:
                 _write(axes, ", ".join(map(str, sorted(numbers))), place, colour)
     axes.set_xlabel("memory of a train step [MB]")
     axes.set_ylabel("matrix work computed again [% of the step]")
-    axes.legend(frameon=False, fontsize=8.5, loc="center right")
+    axes.legend(frameon=False, fontsize=8.5, loc="lower right", bbox_to_anchor=(1, 0.15))
 
 
 def _together(
