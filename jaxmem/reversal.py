@@ -65,18 +65,24 @@ def param_copies(layer: Layer, length: int, fuses_operands: bool = False) -> int
 
 
 def reversal_bytes(
-    layer: Layer, fuses_operands: bool = False, lasting: Collection[Any] = ()
+    layer: Layer,
+    fuses_operands: bool = False,
+    calls_libraries: bool = False,
+    lasting: Collection[Any] = (),
 ) -> int:
     """About the most that is alive while a layer outside of loops is reversed.
 
     Its tape and the gradient of its results among it, each till its last use, and what of the tape
     is `lasting` to the end: others hold it, too.
     """
-    return reversal_moment(layer, fuses_operands, lasting)[0]
+    return reversal_moment(layer, fuses_operands, calls_libraries, lasting)[0]
 
 
 def reversal_moment(
-    layer: Layer, fuses_operands: bool = False, lasting: Collection[Any] = ()
+    layer: Layer,
+    fuses_operands: bool = False,
+    calls_libraries: bool = False,
+    lasting: Collection[Any] = (),
 ) -> tuple[int, frozenset[Any]]:
     """`reversal_bytes`, and what of the tape and the gradients is alive then."""
     backward = backward_of(layer, in_turn=True)
@@ -95,7 +101,8 @@ def reversal_moment(
         of_products=rounded,
         parted=parted if len(parted) > 1 else (),
         lasting=lasting,
-        of_calls=() if fuses_operands else [v for v in backward.tape if _by_library(layer, v)],
+        calls_libraries=calls_libraries,
+        of_calls=[var for var in backward.tape if _by_library(layer, var)],
     )
 
 

@@ -38,6 +38,8 @@ class Roofline:
       fuses_operands: whether matrix products compute themselves what is elementwise in front of
         them, and read float32 rounded to bfloat16 unless they are asked for more, as on a TPU;
         what nothing else reads is then in memory so.
+      calls_libraries: whether convolutions are calls into a library, as on a GPU; see
+        `jaxmem.alive.by_library`.
     """
 
     matrix_peak: float
@@ -45,6 +47,7 @@ class Roofline:
     host_bandwidth: float = HOST_BANDWIDTH
     flops_only: bool = False
     fuses_operands: bool = False
+    calls_libraries: bool = False
 
     def operation(self, eqn: Any) -> float:
         """Seconds of one operation."""

@@ -123,9 +123,15 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     known = known or targets.target("h100-80g")
     fuses = known.platform == "tpu"
     if cost == "measured":
-        return Measured(known.matrix_peak, known.bandwidth, fuses_operands=fuses)
+        return Measured(
+            known.matrix_peak, known.bandwidth, fuses_operands=fuses, calls_libraries=not fuses
+        )
     return Roofline(
-        known.matrix_peak, known.bandwidth, flops_only=cost == "flops", fuses_operands=fuses
+        known.matrix_peak,
+        known.bandwidth,
+        flops_only=cost == "flops",
+        fuses_operands=fuses,
+        calls_libraries=not fuses,
     )
 
 

@@ -28,7 +28,7 @@ class Stretch:
       keeps: the options; None for everything.
       places: of the values on the device that each option keeps.
       link: for the chain.
-      fuses_operands: see `jaxmem.roofline.Roofline`.
+      fuses_operands, calls_libraries: see `jaxmem.roofline.Roofline`.
     """
 
     layer: Layer
@@ -37,6 +37,7 @@ class Stretch:
     places: tuple[tuple[int, ...], ...]
     link: Link
     fuses_operands: bool
+    calls_libraries: bool
     _more: dict[Any, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def more_work(self, option: int, lasting: frozenset[int]) -> int:
@@ -50,7 +51,7 @@ class Stretch:
             sent = keep.offloaded if keep else ()
             layer = self.layer.keeping(self.places[option], sent)
             values = [self.layer.values[place] for place in lasting]
-            needed = reversal_bytes(layer, self.fuses_operands, values)
+            needed = reversal_bytes(layer, self.fuses_operands, self.calls_libraries, values)
             work = needed - size.tape_bytes - self.link.gradient_bytes
             self._more[option, lasting] = max(work - size.work_bytes, 0)
         return self._more[option, lasting]
@@ -96,9 +97,11 @@ def stretch_of(
         found += [keep for keep in again if keep is not None]
     moments: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, frozenset[Any]]] = {}
 
+    how = roofline.fuses_operands, roofline.calls_libraries
+
     def moment(keep: Keep) -> tuple[int, frozenset[Any]]:
         if (name := (keep.kept, keep.offloaded)) not in moments:
-            moments[name] = reversal_moment(layer.keeping(*name), roofline.fuses_operands)
+            moments[name] = reversal_moment(layer.keeping(*name), *how)
         return moments[name]
 
     if looks:
@@ -129,7 +132,7 @@ def stretch_of(
         gradient_bytes=gradient_bytes,
     )
     places = tuple(keep.kept for keep in (as_it_stands, *options))
-    return Stretch(layer, graph, (None, *options), places, link, roofline.fuses_operands)
+    return Stretch(layer, graph, (None, *options), places, link, *how)
 
 
 # ---------------------------------------------------------------- implementation
