@@ -35,6 +35,7 @@ def worst_moment(
     of_products: Collection[Any] = (),
     parted: Collection[Any] = (),
     lasting: Collection[Any] = (),
+    calls_libraries: bool = False,
     of_calls: Collection[Any] = (),
 ) -> tuple[int, frozenset[Any]]:
     """The most bytes alive at once, of what is computed, and which of `held` are then.
@@ -50,16 +51,19 @@ def worst_moment(
       parted: results of which none is left a part of something larger, as of the gradient of a
         concatenation, but all are arrays of their own in the end.
       lasting: of `held`, what is alive to the end, since others read it later.
-      of_calls: inputs that calls into a library made, which nothing is written over; see
-        `by_library`.
+      calls_libraries: whether some operations are calls into a library, see `by_library`.
+      of_calls: inputs that such calls made.
     """
     jaxpr = closed.jaxpr
     rounded = read_rounded(jaxpr).difference(exact) if fuses_operands else set()
     stored = in_memory(jaxpr, fuses_operands, of_products)
     lives = _Lives(closed, held, stored, rounded, _cut_out(jaxpr) if fuses_operands else ())
     waiting = set(copied)
-    lives.never_over(of_calls)
+    if calls_libraries:
+        lives.never_over(of_calls)
     for at, eqn in enumerate(jaxpr.eqns):
+        if calls_libraries and by_library(eqn):
+            lives.never_over(eqn.outvars)
         for atom in eqn.invars:
             if _jax.is_var(atom) and atom in waiting:
                 waiting.discard(atom)

@@ -101,7 +101,8 @@ def reversal_moment(
         of_products=rounded,
         parted=parted if len(parted) > 1 else (),
         lasting=lasting,
-        of_calls=[var for var in backward.tape if calls_libraries and _by_library(layer, var)],
+        calls_libraries=calls_libraries,
+        of_calls=[var for var in backward.tape if _by_library(layer, var)],
     )
 
 
