@@ -68,7 +68,15 @@ def test_convolutions_and_poolings_are_foretold(place: float) -> None:
     assert abs(off(job.step, *job.args, place=place)) < 0.1
 
 
-@pytest.mark.parametrize("place", [0.85, 1.0])
+@pytest.mark.parametrize(
+    "place",
+    [
+        # A plan in two parts, foretold 5 % too large.
+        pytest.param(0.6, marks=pytest.mark.xfail(reason="see the comment", strict=True)),
+        0.85,
+        1.0,
+    ],
+)
 def test_what_a_skip_connection_carries_is_held_by_those_who_read_it_later(place: float) -> None:
     """Where the U-Net's last level is reversed, what passed by is still there for the first.
 
@@ -84,8 +92,7 @@ def test_what_a_skip_connection_carries_is_held_by_those_who_read_it_later(place
 
 
 def test_plans_of_a_whole_net_go_by_its_worst_moment() -> None:
-    """A U-Net in half of its memory, for next to no matrix work: convolutions of few operations are
-    done twice, and of the dear ones those are kept that are not there at the worst moment."""
+    """A U-Net in half of its memory, for next to no matrix work."""
     job = MODELS["unet"]()
     ask = question(job.step, *job.args, target=TARGET)
     found = problem(job.step, *job.args, target=TARGET)
