@@ -7,6 +7,7 @@ Where matrix products compute their operands themselves (on TPUs), what only the
 memory either.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ def worst_moment(
     for at, eqn in enumerate(jaxpr.eqns):
         if calls_libraries and by_library(eqn):
             lives.never_over(eqn.outvars)
+            lives.work(at, copied_to_swap(eqn))
         for atom in eqn.invars:
             if _jax.is_var(atom) and atom in waiting:
                 waiting.discard(atom)
@@ -85,6 +87,26 @@ def by_library(eqn: Any) -> bool:
     the whole result of what made it.
     """
     return eqn.primitive.name == "conv_general_dilated"
+
+
+def copied_to_swap(eqn: Any) -> int:
+    """Bytes that a library's convolution takes besides, to be done with its operands swapped.
+
+    On GPUs XLA swaps them where the kernel is the larger in space (its pass is named
+    `ConvOperandSwapper`): for the gradient of a kernel behind which images are larger than before,
+    by their padding.  Both are copied, one after the other, each in its time in the place of what
+    it is made of.
+    """
+    if not by_library(eqn):
+        return 0
+    sides = eqn.params["dimension_numbers"]
+    image, kernel = (atom.aval for atom in eqn.invars)
+    if eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1:
+        return 0
+    over = math.prod(image.shape[side] for side in sides.lhs_spec[2:])
+    if math.prod(kernel.shape[side] for side in sides.rhs_spec[2:]) <= over:
+        return 0
+    return max(nbytes(image), nbytes(kernel))
 
 
 def in_memory(
@@ -180,6 +202,7 @@ class _Lives:
         # What is not written over: through a barrier compilers do not see that something is read
         # for the last time.
         self._passed: set[Any] = set()
+        self._work: list[tuple[int, int]] = []
         self._held = frozenset(held)
         for var in held:
             self.make(var, 0)
@@ -192,6 +215,10 @@ class _Lives:
     def never_over(self, made: Collection[Any]) -> None:
         """Nothing is written over these."""
         self._passed.update(made)
+
+    def work(self, at: int, bytes: int) -> None:
+        """One operation has so much to itself."""
+        self._work.append((at, bytes))
 
     def read(self, atom: Any, at: int) -> frozenset[Any]:
         """What is behind a value is alive until here at least."""
@@ -239,6 +266,9 @@ class _Lives:
         for var, at in self._made.items():
             changes[at] += self._bytes(var)
             changes[self._last[var] + 1] -= self._bytes(var)
+        for at, bytes in self._work:
+            changes[at] += bytes
+            changes[at + 1] -= bytes
         for at, behind, made in self._over:
             over = (var for var in behind if var not in self._passed)
             ends = [self._bytes(var) for var in over if self._last[var] == at]

@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr
+
 from jaxmem import _jax
 from jaxmem.alive import (
     by_library,
+    copied_to_swap,
     in_memory,
     peak_alive,
     read_by_kernels,
@@ -69,13 +72,17 @@ def reversal_bytes(
     fuses_operands: bool = False,
     calls_libraries: bool = False,
     lasting: Collection[Any] = (),
+    barriers: bool = True,
 ) -> int:
     """About the most that is alive while a layer outside of loops is reversed.
 
-    Its tape and the gradient of its results among it, each till its last use, and what of the tape
-    is `lasting` to the end: others hold it, too.
+    Its tape and the gradient of its results among it, each till its last use.
+
+    Args:
+      lasting: what of the tape is alive to the end: others hold it, too.
+      barriers: whether there are any, as there are where something is computed again.
     """
-    return reversal_moment(layer, fuses_operands, calls_libraries, lasting)[0]
+    return reversal_moment(layer, fuses_operands, calls_libraries, lasting, barriers)[0]
 
 
 def reversal_moment(
@@ -83,9 +90,11 @@ def reversal_moment(
     fuses_operands: bool = False,
     calls_libraries: bool = False,
     lasting: Collection[Any] = (),
+    barriers: bool = True,
 ) -> tuple[int, frozenset[Any]]:
     """`reversal_bytes`, and what of the tape and the gradients is alive then."""
     backward = backward_of(layer, in_turn=True)
+    closed = _as_scheduled(backward, barriers) if calls_libraries else backward.closed
     held = [*backward.tape, *backward.gradients]
     # What others hand over they may read, too, and not rounded; so do barriers.
     waiting = {var for turn in backward.turns for var in turn.waits}
@@ -94,7 +103,7 @@ def reversal_moment(
     _, reached, _ = layer.by_role(backward.closed.jaxpr.outvars)
     parted = [atom for atom in reached if _jax.is_var(atom)]
     return worst_moment(
-        backward.closed,
+        closed,
         held=held,
         fuses_operands=fuses_operands,
         exact=set(held) - rounded,
@@ -185,6 +194,25 @@ def _by_library(layer: Layer, var: Any) -> bool:
     while eqn is not None and _jax.name_given_by(eqn) is not None:
         eqn = layer.made_by(eqn.invars[0])
     return eqn is not None and by_library(eqn)
+
+
+def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
+    """A backward pass in the order in which XLA puts it where operands are swapped.
+
+    To have the gradient of a kernel first spares what it reads; but where copies are made for it,
+    the other that reads the same gradient comes first, unless a barrier keeps that back.
+    """
+    eqns = list(backward.closed.jaxpr.eqns)
+    free = (turn.operation for turn in backward.turns if not (barriers and turn.first))
+    for at in [at for at in free if copied_to_swap(eqns[at])]:
+        made = set(eqns[at].outvars)
+        for later in range(at + 1, len(eqns)):
+            if made.intersection(filter(_jax.is_var, eqns[later].invars)):
+                break
+            if eqns[at].invars[1] in eqns[later].invars and by_library(eqns[later]):
+                eqns[at:later], eqns[later] = eqns[at + 1 : later + 1], eqns[at]
+                break
+    return _jax.with_equations(backward.closed, eqns)
 
 
 def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:

@@ -121,6 +121,20 @@ def test_results_of_a_library_are_not_written_over() -> None:
     assert abs(report.temp_bytes / foretold[0] - 1) < 0.05
 
 
+def test_convolutions_with_swapped_operands_read_copies() -> None:
+    """Padding makes the images larger, so that for XLA they are the kernel of its own gradient."""
+
+    def loss(kernels: list[jax.Array], h: jax.Array) -> jax.Array:
+        axes = ("NHWC", "HWIO", "NHWC")
+        for kernel in kernels:
+            h = lax.conv_general_dilated(h, kernel, (1, 1), [(2, 2)] * 2, dimension_numbers=axes)
+            h = jnp.tanh(h)
+        return h.sum()
+
+    job = jax.grad(jaxmem.remat_auto(loss)), [KERNEL] * 3, IMAGES
+    assert abs(off(*job, place=1.0)) < 0.01
+
+
 def stacked(ws: jax.Array, h: jax.Array) -> jax.Array:
     def layer(h, w):
         return h + jnp.tanh(h @ w["up"]) @ w["down"], None

@@ -51,7 +51,8 @@ class Stretch:
             sent = keep.offloaded if keep else ()
             layer = self.layer.keeping(self.places[option], sent)
             values = [self.layer.values[place] for place in lasting]
-            needed = reversal_bytes(layer, self.fuses_operands, self.calls_libraries, values)
+            how = self.fuses_operands, self.calls_libraries, values, keep is not None
+            needed = reversal_bytes(layer, *how)
             work = needed - size.tape_bytes - self.link.gradient_bytes
             self._more[option, lasting] = max(work - size.work_bytes, 0)
         return self._more[option, lasting]
@@ -95,14 +96,14 @@ def stretch_of(
         known = {(keep.kept, keep.offloaded) for keep in found}
         again = [settle(graph, *map(frozenset, other)) for other in others if other not in known]
         found += [keep for keep in again if keep is not None]
-    moments: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, frozenset[Any]]] = {}
-
+    moments: dict[Keep, tuple[int, frozenset[Any]]] = {}
     how = roofline.fuses_operands, roofline.calls_libraries
 
     def moment(keep: Keep) -> tuple[int, frozenset[Any]]:
-        if (name := (keep.kept, keep.offloaded)) not in moments:
-            moments[name] = reversal_moment(layer.keeping(*name), *how)
-        return moments[name]
+        if keep not in moments:
+            plan = layer.keeping(keep.kept, keep.offloaded)
+            moments[keep] = reversal_moment(plan, *how, barriers=keep is not as_it_stands)
+        return moments[keep]
 
     if looks:
         found += descended(layer, graph, found, moment, looks)
