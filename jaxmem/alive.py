@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.counting import flops, kind_of
 from jaxmem.layer import nbytes
+from jaxmem.pooling import placing_bytes
 
 # ---------------------------------------------------------------- API
 
@@ -66,6 +67,8 @@ def worst_moment(
         if calls_libraries and by_library(eqn):
             lives.never_over(eqn.outvars)
             lives.work(at, copied_to_swap(eqn))
+        if calls_libraries and (placing := placing_bytes(eqn)) is not None:
+            lives.pooled_back(at, eqn, *placing)
         for atom in eqn.invars:
             if _jax.is_var(atom) and atom in waiting:
                 waiting.discard(atom)
@@ -203,6 +206,7 @@ class _Lives:
         # for the last time.
         self._passed: set[Any] = set()
         self._work: list[tuple[int, int]] = []
+        self._pooled: list[tuple[int, frozenset[Any], Any, int, int]] = []
         self._held = frozenset(held)
         for var in held:
             self.make(var, 0)
@@ -219,6 +223,10 @@ class _Lives:
     def work(self, at: int, bytes: int) -> None:
         """One operation has so much to itself."""
         self._work.append((at, bytes))
+
+    def pooled_back(self, at: int, eqn: Any, first: int, later: int) -> None:
+        """A pooling is reversed in two steps, with so much to itself in either."""
+        self._pooled.append((at, self._behind_of(eqn.invars[1]), eqn.outvars[0], first, later))
 
     def read(self, atom: Any, at: int) -> frozenset[Any]:
         """What is behind a value is alive until here at least."""
@@ -269,6 +277,13 @@ class _Lives:
         for at, bytes in self._work:
             changes[at] += bytes
             changes[at + 1] -= bytes
+        for at, behind, var, first, later in self._pooled:
+            # What was pooled is gone in the second step, if nothing else reads it.
+            gone = sum(self._bytes(source) for source in behind if self._last[source] == at)
+            made = self._bytes(var)
+            work = max(first - made, later - gone)
+            changes[at] += work
+            changes[at + 1] -= work
         for at, behind, made in self._over:
             over = (var for var in behind if var not in self._passed)
             ends = [self._bytes(var) for var in over if self._last[var] == at]

@@ -247,6 +247,8 @@ RULES: dict[str, Callable[[Any], int]] = _SEVERAL | {
     "cummin": _cumulative,
     "cumprod": _cumulative,
     "cumsum": _cumulative,
+    "jaxmem_pooled_back": _select_and_scatter,
+    "jaxmem_pooled_forward": _window,
     "reduce": _general_reduction,
     "reduce_max": _reduction,
     "reduce_min": _reduction,
