@@ -44,7 +44,8 @@ def fit(
     whose policy then holds only where no plan does): which values of each layer are kept,
     which are computed again, how stacks are cut.  The budget is for the whole device, and
     kept if the compiled program's `required_bytes` is within it.  The larger the budget, the
-    less is computed again.
+    less is computed again.  In code without a scan max-poolings are reversed, on GPUs, by kernels
+    that need less than XLA's own: to the same numbers.
 
     Args:
       step: a function that differentiates its stacks: a train step, a value_and_grad.
