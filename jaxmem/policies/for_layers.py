@@ -1,44 +1,15 @@
-"""Policies: what to keep for the backward pass, as plain values.
-
-A policy is frozen, hashable and compared by value.  Two kinds exist.
-
-*Layer policies* say which values of one layer are kept: `full` (none),
-`dots`, `dots_no_batch`, `names`, `from_jax`, and unions of those with ``|``.
-*Stack policies* say how a stack of layers is cut: `none`, `sqrt`, `revolve`,
-`offload`.  A layer policy given for a stack keeps every carry and applies to
-each layer.
-
->>> import jaxmem
->>> jaxmem.policies.sqrt(levels=2) == jaxmem.policies.sqrt(levels=2)
-True
->>> jaxmem.policies.names(save=["attn"]) | jaxmem.policies.dots()
-Either(first=Names(save=('attn',), offload=()), second=Dots(batch=True))
-"""
+"""Policies that say which values of one layer are kept."""
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jaxmem.errors import check_positive, check_segments
+from jaxmem.policies.base import Policy
 
 # ---------------------------------------------------------------- types
-
-
-class Policy:
-    """Base of all policies: a value from which, with the sizes of a stack, a `Plan` is made.
-
-    >>> from jaxmem import policies
-    >>> policies.parse("sqrt", levels=2) == policies.sqrt(levels=2)
-    True
-    """
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data that `policies.from_json` reads back."""
-        fields = dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
-        return {"policy": _NAME_OF[type(self)], **fields}
 
 
 class LayerPolicy(Policy):
@@ -70,45 +41,11 @@ class LayerPolicy(Policy):
         return Either(self, other)
 
 
-class ByLayer(Policy):
-    """Base of the policies that look at a stack's very layer to say what its plan is."""
-
-    def plan_for(self, stack: Any, layer: Any) -> Any:
-        """The `Plan` of a stack, None for everything kept.
-
-        Args:
-          stack: a `jaxmem.stack.Stack`.
-          layer: its layer, taken apart for what is differentiated.
-        """
-        raise NotImplementedError
-
-    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
-        """The results of decorated code that has no stack.
-
-        Args:
-          closed: its jaxpr.
-          args: flat.
-          label: what it is called in messages.
-        """
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Auto(ByLayer):
-    """What `jaxmem.fit` finds or `jaxmem.use_plan` says; without either keep everything."""
-
-    def plan_for(self, stack: Any, layer: Any) -> Any:
-        return None
-
-
-@dataclasses.dataclass(frozen=True)
-class NoRemat(Policy):
-    """Keep everything, as jax does by itself."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Full(LayerPolicy):
     """Keep nothing inside a layer; the layer is computed again from its carry."""
+
+    kind = "full"
 
     @property
     def jax_policy(self) -> Callable[..., Any]:
@@ -123,6 +60,8 @@ class Dots(LayerPolicy):
       batch: whether products with batch dimensions (attention scores, anything
         under `vmap`) are kept too.
     """
+
+    kind = "dots"
 
     batch: bool = True
 
@@ -145,6 +84,8 @@ class Names(LayerPolicy):
       save: names kept on the device.
       offload: names sent to the host and brought back.
     """
+
+    kind = "names"
 
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
@@ -199,6 +140,8 @@ class Keep(LayerPolicy):
       layer: a digest of the layer.
     """
 
+    kind = "keep"
+
     values: tuple[int, ...] = ()
     offload: tuple[int, ...] = ()
     bytes: int = 0
@@ -240,6 +183,8 @@ class FromJax(LayerPolicy):
     Attributes:
       policy: what `jax.checkpoint(policy=...)` takes.
     """
+
+    kind = "from_jax"
 
     policy: Callable[..., Any]
 
@@ -301,6 +246,8 @@ class FromJax(LayerPolicy):
 class Either(LayerPolicy):
     """Keep what `first` or `second` keeps; written ``first | second``."""
 
+    kind = "either"
+
     first: LayerPolicy
     second: LayerPolicy
 
@@ -345,204 +292,8 @@ class Either(LayerPolicy):
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Sqrt(Policy):
-    """Keep every c-th carry and compute the segments between them again.
-
-    Attributes:
-      segments: into how many segments the stack is cut, at most; one number for
-        each level if several are given.  None takes the cut that needs the
-        fewest bytes for the layer's own carry and tape.
-      levels: how many times the cut is nested; each level is one more forward,
-        memory goes as (levels + 1) n^(1 / (levels + 1)).
-    """
-
-    segments: int | tuple[int, ...] | None = None
-    levels: int = 1
-
-    def __post_init__(self) -> None:
-        if isinstance(self.segments, Sequence):
-            object.__setattr__(self, "segments", tuple(self.segments))
-        check_segments(self.segments, self.levels)
-
-
-@dataclasses.dataclass(frozen=True)
-class Revolve(Policy):
-    """The optimal schedule for a fixed number of carries (Griewank & Walther 2000).
-
-    Attributes:
-      slots: how many carries are kept, the initial state counted in.
-    """
-
-    slots: int = 8
-
-    def __post_init__(self) -> None:
-        check_positive("slots", self.slots)
-
-
-@dataclasses.dataclass(frozen=True)
-class Offload(Policy):
-    """Keep every carry, on the host; layers are computed again from them.
-
-    Attributes:
-      names: named values of the layer that go to the host as well.
-    """
-
-    names: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "names", Names(offload=self.names).offload)
-
-
-# ---------------------------------------------------------------- API
-
-
-def none() -> NoRemat:
-    """Keep everything, as jax does by itself."""
-    return NoRemat()
-
-
-def auto() -> Auto:
-    """What `jaxmem.fit` finds for the memory at hand; until then keep everything."""
-    return Auto()
-
-
-def full() -> Full:
-    """Keep each layer's carry and nothing inside a layer."""
-    return Full()
-
-
-def dots() -> Dots:
-    """Keep carries and the results of all matrix products."""
-    return Dots()
-
-
-def dots_no_batch() -> Dots:
-    """Keep carries and the results of matrix products without batch dimensions."""
-    return Dots(batch=False)
-
-
-def names(save: Iterable[str] | str = (), offload: Iterable[str] | str = ()) -> Names:
-    """Keep carries and the named values: `save` on the device, `offload` on the host.
-
-    Raises:
-      ValueError: a name is in both.
-    """
-    return Names(save, offload)  # pyright: ignore[reportArgumentType]
-
-
-def from_jax(policy: Callable[..., Any]) -> FromJax:
-    """Keep carries and what a policy of `jax.checkpoint_policies` keeps."""
-    return FromJax(policy)
-
-
-def sqrt(segments: int | Sequence[int] | None = None, levels: int = 1) -> Sqrt:
-    """Keep every c-th carry, c chosen for the layer's own sizes; see `Sqrt`."""
-    return Sqrt(segments, levels)  # pyright: ignore[reportArgumentType]
-
-
-def revolve(slots: int = 8) -> Revolve:
-    """Keep `slots` carries, scheduled optimally; see `Revolve`."""
-    return Revolve(slots)
-
-
-def offload(names: Iterable[str] | str = ()) -> Offload:
-    """Keep carries, and values of these names, in host memory."""
-    return Offload(names)  # pyright: ignore[reportArgumentType]
-
-
-def parse(policy: "str | Policy | Callable[..., Any]", **options: Any) -> Policy:
-    """The policy meant by a name, a policy, or a policy of `jax.checkpoint_policies`.
-
-    Options (``slots=8``, ``levels=2``) go with a name.
-
-    Raises:
-      ValueError: the name is unknown; the text lists the known ones.
-      TypeError: it is nothing of the kind, or the options do not belong to it.
-
-    >>> import jaxmem
-    >>> jaxmem.policies.parse("revolve", slots=4)
-    Revolve(slots=4)
-    """
-    if isinstance(policy, str):
-        if policy not in _BY_NAME:
-            raise ValueError(
-                f"unknown remat policy {policy!r}; known are {', '.join(map(repr, _BY_NAME))}, or "
-                "pass a policy from jaxmem.policies or a jaxmem.Plan"
-            )
-        make = _BY_NAME[policy]
-        accepted = inspect.signature(make).parameters
-        if wrong := [name for name in options if name not in accepted]:
-            takes = f"takes {', '.join(accepted)}" if accepted else "takes no options"
-            raise TypeError(f"policy {policy!r} has no option {wrong[0]!r}; it {takes}")
-        return make(**options)
-    if options:
-        raise TypeError(
-            f"options {', '.join(options)} go with the name of a policy, and {policy!r} is "
-            "complete in itself"
-        )
-    if isinstance(policy, Policy):
-        return policy
-    if policy in _BY_NAME.values():
-        raise TypeError(
-            f"jaxmem.policies.{policy.__name__} makes a policy and is none itself; call it, as in "
-            f"jaxmem.policies.{policy.__name__}()"
-        )
-    if callable(policy) and not isinstance(policy, type):
-        return FromJax(policy)
-    raise TypeError(
-        f"remat takes the name of a policy ({', '.join(map(repr, _BY_NAME))}), a policy from "
-        f"jaxmem.policies or a jaxmem.Plan, got {policy!r} of type {type(policy).__name__}"
-    )
-
-
-def from_json(data: Any) -> Policy:
-    """The policy that `Policy.to_json` wrote.
-
-    Raises:
-      ValueError: it is not one; the text names the key.
-    """
-    if not isinstance(data, dict) or "policy" not in data:
-        raise ValueError(f'expected an object with the key "policy", got {data!r}')
-    fields = {key: value for key, value in data.items() if key != "policy"}
-    name = data["policy"]
-    if name == "from_jax":
-        known = vars(jax.checkpoint_policies).get(str(fields.get("name")))
-        if known is None:
-            raise ValueError(f"name: jax.checkpoint_policies has no {fields.get('name')!r}")
-        return FromJax(known)
-    if name == "either":
-        parts = [from_json(fields.get(key)) for key in ("first", "second")]
-        if bad := [part for part in parts if not isinstance(part, LayerPolicy)]:
-            raise ValueError(f"either: {bad[0]!r} says how to cut a stack, not what a layer keeps")
-        return Either(*parts)  # pyright: ignore[reportArgumentType]
-    kinds = {value: key for key, value in _NAME_OF.items()}
-    if not isinstance(name, str) or name not in kinds:
-        raise ValueError(f"policy: unknown {name!r}; known are {', '.join(map(repr, kinds))}")
-    try:
-        return kinds[name](**fields)
-    except TypeError as error:
-        raise ValueError(f"policy {name!r}: {error}") from None
-
-
 # ---------------------------------------------------------------- implementation
 
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-_BY_NAME: dict[str, Callable[..., Policy]] = {
-    "none": none,
-    "full": full,
-    "dots": dots,
-    "dots_no_batch": dots_no_batch,
-    "sqrt": sqrt,
-    "revolve": revolve,
-    "offload": offload,
-    "names": names,
-    "auto": auto,
-}
 
 # Of jax.checkpoint_policies: what makes policies, and what these hold their names in.
 _FACTORIES = (
@@ -560,19 +311,9 @@ _KEEPERS_OF_NAMES = (
     "saveable_names",
 )
 
-_NAME_OF: dict[type, str] = {
-    NoRemat: "none",
-    Auto: "auto",
-    Full: "full",
-    Dots: "dots",
-    Names: "names",
-    Keep: "keep",
-    FromJax: "from_jax",
-    Either: "either",
-    Sqrt: "sqrt",
-    Revolve: "revolve",
-    Offload: "offload",
-}
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _keeps(verdict: Any) -> bool:

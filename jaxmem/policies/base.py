@@ -1,0 +1,45 @@
+"""What all policies are."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+
+class Policy:
+    """Base of all policies: a value from which, with the sizes of a stack, a `Plan` is made.
+
+    >>> from jaxmem import policies
+    >>> policies.parse("sqrt", levels=2) == policies.sqrt(levels=2)
+    True
+    """
+
+    # What it is called in JSON.
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `policies.from_json` reads back."""
+        fields = dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
+        return {"policy": self.kind, **fields}
+
+
+class ByLayer(Policy):
+    """Base of the policies that look at a stack's very layer to say what its plan is."""
+
+    def plan_for(self, stack: Any, layer: Any) -> Any:
+        """The `Plan` of a stack, None for everything kept.
+
+        Args:
+          stack: a `jaxmem.stack.Stack`.
+          layer: its layer, taken apart for what is differentiated.
+        """
+        raise NotImplementedError
+
+    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
+        """The results of decorated code that has no stack.
+
+        Args:
+          closed: its jaxpr.
+          args: flat.
+          label: what it is called in messages.
+        """
+        raise NotImplementedError
