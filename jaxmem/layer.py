@@ -76,6 +76,7 @@ class Layer:
       linearised: the jaxpr from the layer's inputs to its outputs and all residuals.
       values: its variables, inputs first, then what its operations make, in their order; a
         layer policy that keeps single values knows them by their place here.
+      places: of each of these.
       kept: places in `values` of what the tape holds; None for what it holds in vain.
       again: whether anything but what is cheap is computed from the tape again.
       on_host: how many values of the tape, its last ones, are stored on the host.
@@ -88,8 +89,9 @@ class Layer:
         self.wrt_consts, self.wrt_carry, self.wrt_x = body.split_in(wrt.ins)
         self._trace()
         self.values = _values(self.linearised)
-        places = {var: place for place, var in enumerate(self.values)}
-        self.kept: tuple[int | None, ...] = tuple(places[self.residuals[i]] for i in _on_tape(self))
+        self.places = {var: place for place, var in enumerate(self.values)}
+        on_tape = (self.residuals[index] for index in _on_tape(self))
+        self.kept: tuple[int | None, ...] = tuple(self.places[atom] for atom in on_tape)
         self.again = False
         self.on_host = 0
         self._tape_jitted()
@@ -125,6 +127,11 @@ class Layer:
     def residuals(self) -> Sequence[Any]:
         """What the backward reads: variables of `linearised`, or literals."""
         return self.linearised.jaxpr.outvars[self.body.num_carry + self.body.num_y :]
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """What it gives, carry and y: variables of `linearised`, or literals."""
+        return self.linearised.jaxpr.outvars[: self.body.num_carry + self.body.num_y]
 
     @functools.cached_property
     def digest(self) -> str:

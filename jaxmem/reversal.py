@@ -50,8 +50,8 @@ def value_bytes(layer: Layer, fuses_operands: bool = False) -> tuple[int, ...]:
     """What a loop over layers would store of each of a layer's values, whatever else it keeps."""
     if not fuses_operands:
         return tuple(_stored(layer.values, ()))
-    results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
-    rounded = read_rounded(_both_ways(layer)).difference(filter(_jax.is_var, results))
+    results = filter(_jax.is_var, layer.results)
+    rounded = read_rounded(_both_ways(layer)).difference(results)
     return tuple(_stored(layer.values, rounded))
 
 
@@ -259,8 +259,7 @@ def _for_the_way_back(layer: Layer) -> frozenset[int]:
     not among these: what a product reads might be gone by then.
     """
     closed = layer.linearised
-    results = closed.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
-    ahead = _jax.needed(closed, results, keep_effects=True)
+    ahead = _jax.needed(closed, layer.results, keep_effects=True)
     return frozenset(
         at
         for at, eqn in enumerate(closed.jaxpr.eqns)

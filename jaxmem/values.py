@@ -46,7 +46,7 @@ class LayerValue:
 
 def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
     """The values of a layer and their makers, indices being places in `layer.values`."""
-    places = {var: place for place, var in enumerate(layer.values)}
+    places = layer.places
     sizes = [nbytes(var.aval) for var in layer.values]
     stored = in_memory(layer.linearised.jaxpr, roofline.fuses_operands)
     free = frozenset(places[var] for var in free_values(layer) if var in places)
@@ -82,7 +82,7 @@ def described(layer: Layer, roofline: Roofline) -> tuple[LayerValue, ...]:
 
 def unnamed_places(layer: Layer) -> list[int]:
     """For each value's place, that of the value which it is but for its name."""
-    places = {var: place for place, var in enumerate(layer.values)}
+    places = layer.places
     found = list(range(len(layer.values)))
     for eqn in layer.linearised.jaxpr.eqns:
         if _jax.name_given_by(eqn) is not None and _jax.is_var(eqn.invars[0]):

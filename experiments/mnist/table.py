@@ -125,7 +125,12 @@ def message(rows: Sequence[Need]) -> str:
     """Size-aware plans beside the best of the equal segments, in a line."""
     mine = [row for row in rows if row.update == "inside"]
     cut = min((row for row in mine if row.kind == "segments"), key=_megabytes)
-    least = min((row for row in mine if row.kind in ("sqrt", "fit")), key=_megabytes)
+    aware = [row for row in mine if row.kind in ("sqrt", "fit")]
+    least = min(map(_megabytes, aware))
+    # Of those that need next to the least, the one that computes least again.
+    least = min(
+        (row for row in aware if _megabytes(row) < 1.01 * least), key=lambda row: row.matmul_flops
+    )
     return (
         f"size-aware plan: {_cost(least, rows)} work; "
         f"{cut.number} equal segments: {_cost(cut, rows)}"

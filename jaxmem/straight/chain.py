@@ -146,13 +146,12 @@ class Chain:
         first, last = self.cuts[kept.link], self.cuts[kept.after]
         stretch = self.stretch(kept)
         layer, unnamed = stretch.layer, unnamed_places(stretch.layer)
-        results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
         reads, _ = self.code.ordered_reads(first, last)
         gives = self.code.gives(first, last)
         seen: dict[int, Any] = dict(enumerate(reads))
-        for place, var in zip(_places_of(layer, results), gives, strict=True):
-            if place is not None:
-                seen[unnamed[place]] = var
+        for atom, var in zip(layer.results, gives, strict=True):
+            if _jax.is_var(atom):
+                seen[unnamed[layer.places[atom]]] = var
         places = stretch.places[kept.option]
         return {place: seen[unnamed[place]] for place in places if unnamed[place] in seen}
 
@@ -199,12 +198,6 @@ def _widths(count: int) -> list[tuple[int, int]]:
         found.update((k, min(k + width, count)) for k in range(0, count, width))
         width *= 2
     return sorted(found, key=lambda one: (one[1] - one[0], one))
-
-
-def _places_of(layer: Layer, atoms: Sequence[Any]) -> list[int | None]:
-    """The place of each; None for a literal."""
-    places = {var: place for place, var in enumerate(layer.values)}
-    return [places[atom] if _jax.is_var(atom) else None for atom in atoms]
 
 
 def _operations(layer: Layer, places: Sequence[int]) -> list[int]:

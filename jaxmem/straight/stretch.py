@@ -1,7 +1,6 @@
 """One link of straight-line code: what of it can be kept, and what that takes."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from jaxmem import _jax
@@ -77,9 +76,8 @@ def stretch_of(
         if (eqn := layer.made_by(var)) is None or _jax.name_given_by(eqn) is not None
     }
     _, carry, _ = layer.body.split_in(layer.linearised.jaxpr.invars)
-    results = layer.linearised.jaxpr.outvars[: len(layer.body.jaxpr.out_avals)]
-    unnamed = unnamed_places(layer)
-    outs = {*results, *(layer.values[unnamed[place]] for place in _places(layer, results))}
+    unnamed, results = unnamed_places(layer), list(filter(_jax.is_var, layer.results))
+    outs = {*results, *(layer.values[unnamed[layer.places[var]]] for var in results)}
     # The next link holds its input in most plans, so that keeping a result is often free.
     sizes = tuple(
         size // 2 if layer.values[place] in outs else size for place, size in enumerate(graph.bytes)
@@ -134,11 +132,3 @@ def stretch_of(
     )
     places = tuple(keep.kept for keep in (as_it_stands, *options))
     return Stretch(layer, graph, (None, *options), places, link, *how)
-
-
-# ---------------------------------------------------------------- implementation
-
-
-def _places(layer: Layer, atoms: Sequence[Any]) -> list[int]:
-    wanted = {atom for atom in atoms if _jax.is_var(atom)}
-    return [place for place, var in enumerate(layer.values) if var in wanted]
