@@ -6,11 +6,12 @@ gradients there, into zeros; and since all zeros of one shape are the same to XL
 with what a relu compares with, on the way there, and held until the last pooling of that shape is
 reversed.  It may be more than all that is kept of these layers.  Here a place is one number, and
 the zeros are made when places are known.
+
+Images and channels may be spread over devices.  Where one image is, the compiler gathers it.
 """
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jaxmem.layer import nbytes
 # ---------------------------------------------------------------- API
 
 
-def reversed_in_place(eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
+def reversed_by_places(eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
     """What an operation makes that pools, to be reversed by places; None for any other."""
     select = _SELECTS.get(eqn.primitive)
     if select is None or not _can_be_placed(eqn):
@@ -57,17 +58,21 @@ def placing_bytes(eqn: Any) -> tuple[int, int] | None:
 # ---------------------------------------------------------------- implementation
 
 _SELECTS = {primitives.reduce_window_max_p: lax.ge_p, primitives.reduce_window_min_p: lax.le_p}
+# jax pads with infinities where there are any.
+_WITH_INFINITIES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 # jax's own linear operations, from tangents and back: what a pooling selects, and where from.
 _GATHER, _SCATTER = primitives.select_and_gather_add_p, primitives.select_and_scatter_add_p
 
 
 def _can_be_placed(eqn: Any) -> bool:
-    shape, params = eqn.invars[0].aval.shape, eqn.params
+    aval, params = eqn.invars[0].aval, eqn.params
     dilated = any(by != 1 for by in (*params["base_dilation"], *params["window_dilation"]))
+    cropped = any(by < 0 for sides in params["padding"] for by in sides)
     how = (params[name] for name in ("window_dimensions", "window_strides", "padding"))
     first, last = _pooled_dims(*how)
-    static = all(isinstance(size, int) for size in shape)
-    return static and not dilated and first < last and math.prod(shape[first:last]) < 2**31
+    places = math.prod(aval.shape[first:last])
+    several = first < last and 0 < places < 2**31 and aval.size > 0
+    return several and not dilated and not cropped and aval.dtype in _WITH_INFINITIES
 
 
 def _pooled_dims(
@@ -79,6 +84,16 @@ def _pooled_dims(
     return (several[0], several[-1] + 1) if several else (0, 0)
 
 
+# What a pooling does in a dimension in which it does nothing.
+_ALONE: dict[str, Any] = {
+    "window_dimensions": 1,
+    "window_strides": 1,
+    "padding": (0, 0),
+    "base_dilation": 1,
+    "window_dilation": 1,
+}
+
+
 def _another(name: str, known: Primitive) -> Primitive:
     """An operation that is one of jax in all but its transpose and what it is lowered to."""
     made = Primitive(name)
@@ -88,7 +103,13 @@ def _another(name: str, known: Primitive) -> Primitive:
     ad.primitive_transposes[made] = ad.primitive_transposes[known]
 
     def batched(args: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[Any, int]:
-        return jax.vmap(partial(known.bind, **params), in_axes=tuple(axes))(*args), 0
+        size = next(arg.shape[k] for arg, k in zip(args, axes, strict=True) if k is not None)
+        moved = [
+            jnp.broadcast_to(arg, (size, *arg.shape)) if k is None else jnp.moveaxis(arg, k, 0)
+            for arg, k in zip(args, axes, strict=True)
+        ]
+        alone = {name: (_ALONE[name], *params[name]) for name in params if name in _ALONE}
+        return made.bind(*moved, **params | alone), 0
 
     batching.primitive_batchers[made] = batched
     mlir.register_lowering(made, mlir.lower_fun(known.bind, multiple_results=False))
@@ -129,7 +150,7 @@ def by_places(
     for k in range(first, last):
         place = place * operand.shape[k] + lax.broadcasted_iota(jnp.int32, operand.shape, k)
 
-    # As jax has it for GPUs: what is padded may be selected, if only in the place of no number.
+    # As jax has it for GPUs: what is padded may be selected, where nothing is greater.
     least = jnp.asarray(-jnp.inf if select_prim is lax.ge_p else jnp.inf, operand.dtype)
     padded = [(low, high, 0) for low, high in padding]
     elements = lax.pad(operand, least, padded), lax.pad(place, jnp.int32(_PADDED), padded)

@@ -7,6 +7,7 @@ mask in place of the mask.
 """
 
 import dataclasses
+from typing import Any
 
 from jaxmem import _jax
 from jaxmem.alive import in_memory
@@ -97,9 +98,9 @@ def _described(layer: Layer, place: int, unnamed: int, roofline: Roofline) -> La
     if made_by is not None and _jax.place_named_by(made_by) is not None:
         inner = made_by.invars[0]
         before = layer.made_by(inner) if _jax.is_var(inner) else None
-        given = None if before is None else _jax.name_given_by(before) or before.primitive.name
+        given = None if before is None else _jax.name_given_by(before) or _operation(before)
         made_by = before or made_by
-    name = "input" if made_by is None else given or made_by.primitive.name
+    name = "input" if made_by is None else given or _operation(made_by)
     aval = var.aval
     return LayerValue(
         place=place,
@@ -110,3 +111,11 @@ def _described(layer: Layer, place: int, unnamed: int, roofline: Roofline) -> La
         bytes=nbytes(var.aval),
         seconds=0.0 if made_by is None else roofline.operation(made_by),
     )
+
+
+def _operation(eqn: Any) -> str:
+    """What an operation is called; of a call for a single one, that."""
+    called = _jax.in_call(eqn)
+    if called is not None and len(called.jaxpr.eqns) == 1:
+        return _operation(called.jaxpr.eqns[0])
+    return eqn.primitive.name

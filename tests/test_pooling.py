@@ -10,7 +10,7 @@ import pytest
 from budgeted import problem, question
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
+from jax import export, lax
 from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 from menagerie import assert_same
@@ -21,6 +21,7 @@ from jaxmem.straight import Code, Piece, StraightPlan
 from jaxmem.straight.run import run
 
 Spec = jax.ShapeDtypeStruct
+SAME = (1, 3, 3, 1), (1, 1, 1, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
 OVERLAPPING = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (0, 1), (1, 1), (0, 0))
 
 
@@ -35,10 +36,13 @@ def how_named(how: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- its numbers
 
 
+SHAPE = (2, 7, 6, 5)
+
+
 @st.composite
 def poolings(draw: st.DrawFn) -> Any:
-    """A window, its strides and padding, over two dimensions that stand together or not."""
-    dims = draw(st.sampled_from([(1, 2), (2, 3), (1, 3), (2,)]))
+    """A window, its strides and padding, over dimensions that stand together or not."""
+    dims = draw(st.sampled_from([(1, 2), (2, 3), (1, 3), (2,), (1, 2, 3), (0, 1, 2, 3)]))
     window, strides, padding = [1] * 4, [1] * 4, [(0, 0)] * 4
     for k in dims:
         window[k] = draw(st.integers(1, 3))
@@ -48,12 +52,15 @@ def poolings(draw: st.DrawFn) -> Any:
     return tuple(window), tuple(strides), tuple(padding)
 
 
-@given(how=poolings(), dtype=st.sampled_from(["float32", "bfloat16"]), seed=st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
+
+
+@given(how=poolings(), dtype=DTYPES, seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
 def test_it_is_jaxs_own_gradient(how: Any, dtype: str, seed: int) -> None:
     """Of whole numbers with many ties, sums of which are exact; infinities and NaN among them."""
     rng = np.random.default_rng(seed)
-    x = rng.integers(-2, 3, (2, 7, 6, 5)).astype(dtype)
+    x = rng.integers(-2, 3, SHAPE).astype(dtype)
     x[0, 1:4, 2:5], x[1, 5, 3], x[1, 2, 1, 4] = -np.inf, np.inf, np.nan
     gradient = rng.integers(-8, 9, jax.eval_shape(partial(pool, how=how), x).shape).astype(dtype)
     for select in (lax.ge_p, lax.le_p):
@@ -97,6 +104,51 @@ def planned(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
 def test_derivatives_are_those_of_the_plain_code(transformed: Any) -> None:
     found, expected = (transformed(f)(KERNELS, IMAGES) for f in (planned, net))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), found, expected)
+
+
+def lowered(fn: Any, *specs: Any) -> str:
+    """The program for a GPU; no GPU nor compiler is needed for that."""
+    return export.export(jax.jit(fn), platforms=["cuda"])(*specs).mlir_module()
+
+
+def small(kernels: list[jax.Array], x: jax.Array, how: Any = OVERLAPPING) -> jax.Array:
+    for kernel in kernels:
+        x = pool(jnp.sin(x * kernel.astype(x.dtype)), how)
+    return x.astype("float32").sum()
+
+
+@jaxmem.remat_sqrt
+def decorated(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+    return small(kernels, x, SAME)
+
+
+def test_a_gpu_is_given_places() -> None:
+    def of_several(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jax.vmap(partial(decorated, kernels))(x).sum()
+
+    kernels, several = KERNELS * 2, Spec((4, 2, 32, 32, 3), "float32")
+    assert "select_and_scatter" in lowered(jax.vmap(jax.grad(small), (None, 0)), kernels, several)
+    for text in (
+        lowered(jax.grad(decorated), kernels, Spec((2, 32, 32, 3), "float32")),
+        lowered(jax.grad(decorated), kernels, Spec((2, 32, 32, 3), "float16")),
+        lowered(jax.vmap(jax.grad(decorated), (None, 0)), kernels, several),
+        lowered(jax.grad(of_several), kernels, several),
+    ):
+        assert "stablehlo.scatter" in text
+        assert "select_and_scatter" not in text
+
+
+def test_where_there_are_no_places_it_is_jaxs_own() -> None:
+    """For types that have no infinities to pad with, and of no images."""
+
+    @jaxmem.remat_sqrt
+    def with_none(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
+        x = jnp.sin(x)
+        return small(kernels, x[:0], SAME) + small(kernels, x.astype("float8_e4m3fn"), SAME)
+
+    text = lowered(jax.grad(with_none), KERNELS * 2, Spec((2, 32, 32, 3), "float32"))
+    assert "stablehlo.scatter" not in text
+    assert "select_and_scatter" in text
 
 
 def test_images_and_channels_that_are_spread_over_devices_stay_there() -> None:

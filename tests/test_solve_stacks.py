@@ -293,6 +293,13 @@ def test_a_faster_rung_that_was_foretold_to_need_hardly_more_is_tried() -> None:
     assert search(predicted, 84, truth.__getitem__, 2).rung == 12
 
 
+def test_everything_kept_is_asked_for_if_it_may_fit() -> None:
+    """It is less well foretold than plans that compute something again."""
+    predicted, truth = [50, 40, 35, 30], [41, 43, 36, 30]
+    assert search(predicted, 42, truth.__getitem__).rung == 0
+    assert list(search(predicted, 39, truth.__getitem__).seen) == [2, 1]
+
+
 def test_the_least_is_looked_for_among_those_foretold_to_be_near_it():
     predicted, truth = [200, 130, 91, 90, 89], [200, 120, 84, 90, 95]
     found = search(predicted, 50, truth.__getitem__)

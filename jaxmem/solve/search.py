@@ -6,7 +6,9 @@ next to one that was seen not to fit, so that (as long as faster rungs need more
 is the same wherever the search began: larger budgets never get a slower rung, and smaller
 ones none that needs more.  Ladders are not always that even: of the faster rungs those that
 were foretold to need hardly more than the budget are asked for, too, and where the least of all
-does not fit, those foretold to need hardly more than that.
+does not fit, those foretold to need hardly more than that.  The first rung, at which nothing is
+computed again, is another program than the rest, and less well foretold: it is asked for if it may
+fit at all.
 """
 
 import dataclasses
@@ -86,6 +88,8 @@ def search(
             while len(seen) < most and guess >= 0 and guess not in seen:
                 seen[guess] = compiled(guess)
                 guess -= seen[guess] <= budget
+        if 0 not in seen and len(seen) < most and predicted[0] <= budget * _ROOM:
+            seen[0] = compiled(0)
     fits = [rung for rung, size in seen.items() if size <= budget]
     rung = min(fits, default=None)
     closed = rung is not None and (rung == 0 or seen.get(rung - 1, budget) > budget)

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.counting import kind_of
 from jaxmem.layer import Body, Layer, Wrt, cheap_values, nbytes
-from jaxmem.pooling import reversed_in_place
+from jaxmem.pooling import reversed_by_places
 
 # ---------------------------------------------------------------- API
 
@@ -98,7 +98,7 @@ class Code:
         return _jax.evaluate(
             self.closed,
             [None] * len(self.closed.jaxpr.invars),
-            special=reversed_in_place,
+            special=reversed_by_places,
             only=frozenset(range(first, last)),
             given=dict(zip(self.reads(first, last), values, strict=True)),
             outs=self.gives(first, last),
