@@ -64,11 +64,8 @@ def worst_moment(
     if calls_libraries:
         lives.never_over(of_calls)
     for at, eqn in enumerate(jaxpr.eqns):
-        if calls_libraries and by_library(eqn):
-            lives.never_over(eqn.outvars)
-            lives.work(at, copied_to_swap(eqn))
-        if calls_libraries and (placing := placing_bytes(eqn)) is not None:
-            lives.pooled_back(at, eqn, *placing)
+        if calls_libraries:
+            lives.run_by_gpu(at, eqn)
         for atom in eqn.invars:
             if _jax.is_var(atom) and atom in waiting:
                 waiting.discard(atom)
@@ -205,6 +202,8 @@ class _Lives:
         # What is not written over: through a barrier compilers do not see that something is read
         # for the last time.
         self._passed: set[Any] = set()
+        # What operations have to themselves; and poolings that are reversed in two steps, with what
+        # was pooled, what is made of it, and what either step has to itself.
         self._work: list[tuple[int, int]] = []
         self._pooled: list[tuple[int, frozenset[Any], Any, int, int]] = []
         self._held = frozenset(held)
@@ -220,13 +219,13 @@ class _Lives:
         """Nothing is written over these."""
         self._passed.update(made)
 
-    def work(self, at: int, bytes: int) -> None:
-        """One operation has so much to itself."""
-        self._work.append((at, bytes))
-
-    def pooled_back(self, at: int, eqn: Any, first: int, later: int) -> None:
-        """A pooling is reversed in two steps, with so much to itself in either."""
-        self._pooled.append((at, self._behind_of(eqn.invars[1]), eqn.outvars[0], first, later))
+    def run_by_gpu(self, at: int, eqn: Any) -> None:
+        """What an operation has to itself besides, and whether its results are a library's."""
+        if by_library(eqn):
+            self.never_over(eqn.outvars)
+            self._work.append((at, copied_to_swap(eqn)))
+        elif (placing := placing_bytes(eqn)) is not None:
+            self._pooled.append((at, self._behind_of(eqn.invars[1]), eqn.outvars[0], *placing))
 
     def read(self, atom: Any, at: int) -> frozenset[Any]:
         """What is behind a value is alive until here at least."""
@@ -274,16 +273,14 @@ class _Lives:
         for var, at in self._made.items():
             changes[at] += self._bytes(var)
             changes[self._last[var] + 1] -= self._bytes(var)
-        for at, bytes in self._work:
-            changes[at] += bytes
-            changes[at + 1] -= bytes
+        work = list(self._work)
         for at, behind, var, first, later in self._pooled:
             # What was pooled is gone in the second step, if nothing else reads it.
             gone = sum(self._bytes(source) for source in behind if self._last[source] == at)
-            made = self._bytes(var)
-            work = max(first - made, later - gone)
-            changes[at] += work
-            changes[at + 1] -= work
+            work.append((at, max(first - self._bytes(var), later - gone)))
+        for at, bytes in work:
+            changes[at] += bytes
+            changes[at + 1] -= bytes
         for at, behind, made in self._over:
             over = (var for var in behind if var not in self._passed)
             ends = [self._bytes(var) for var in over if self._last[var] == at]

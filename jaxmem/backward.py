@@ -298,7 +298,7 @@ def _thin_products(eqns: Sequence[Any], count: int) -> set[int]:
 
     They read nothing that is computed again: else that would be, each time, with all before it.
     """
-    products = [flops.matmul_flops(eqn) if flops.is_matmul(eqn) else 0 for eqn in eqns]
+    products = list(map(flops.matmul_flops, eqns))
     left = _ASIDE * sum(products)
     found: set[int] = set()
     anew: set[Any] = set()

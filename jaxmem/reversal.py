@@ -67,24 +67,6 @@ def param_copies(layer: Layer, length: int, fuses_operands: bool = False) -> int
     return sum(_stored(of_all, rounded)) + length * sum(_stored(of_each, rounded))
 
 
-def reversal_bytes(
-    layer: Layer,
-    fuses_operands: bool = False,
-    calls_libraries: bool = False,
-    lasting: Collection[Any] = (),
-    barriers: bool = True,
-) -> int:
-    """About the most that is alive while a layer outside of loops is reversed.
-
-    Its tape and the gradient of its results among it, each till its last use.
-
-    Args:
-      lasting: what of the tape is alive to the end: others hold it, too.
-      barriers: whether there are any, as there are where something is computed again.
-    """
-    return reversal_moment(layer, fuses_operands, calls_libraries, lasting, barriers)[0]
-
-
 def reversal_moment(
     layer: Layer,
     fuses_operands: bool = False,
@@ -92,7 +74,14 @@ def reversal_moment(
     lasting: Collection[Any] = (),
     barriers: bool = True,
 ) -> tuple[int, frozenset[Any]]:
-    """`reversal_bytes`, and what of the tape and the gradients is alive then."""
+    """About the most bytes alive while a layer outside of loops is reversed, and what is then.
+
+    Its tape and the gradient of its results among it, each till its last use; of these, which are.
+
+    Args:
+      lasting: what of the tape is alive to the end: others hold it, too.
+      barriers: whether there are any, as there are where something is computed again.
+    """
     backward = backward_of(layer, in_turn=True)
     closed = _as_scheduled(backward, barriers) if calls_libraries else backward.closed
     held = [*backward.tape, *backward.gradients]

@@ -126,13 +126,11 @@ def message(rows: Sequence[Need]) -> str:
     mine = [row for row in rows if row.update == "inside"]
     cut = min((row for row in mine if row.kind == "segments"), key=_megabytes)
     aware = [row for row in mine if row.kind in ("sqrt", "fit")]
-    least = min(map(_megabytes, aware))
+    near = 1.01 * min(map(_megabytes, aware))
     # Of those that need next to the least, the one that computes least again.
-    least = min(
-        (row for row in aware if _megabytes(row) < 1.01 * least), key=lambda row: row.matmul_flops
-    )
+    best = min((row for row in aware if row.megabytes < near), key=lambda row: row.matmul_flops)
     return (
-        f"size-aware plan: {_cost(least, rows)} work; "
+        f"size-aware plan: {_cost(best, rows)} work; "
         f"{cut.number} equal segments: {_cost(cut, rows)}"
     )
 

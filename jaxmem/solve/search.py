@@ -53,6 +53,10 @@ def search(
     # Rungs up to `low` are too large, from `high` on they fit.
     low, high = -1, len(predicted)
 
+    def ask(rung: int) -> None:
+        if rung not in seen and len(seen) < most:
+            seen[rung] = compiled(rung)
+
     while len(seen) < most and high - low > 1:
         left = most - len(seen)
         between = range(low + 1, high)
@@ -73,14 +77,13 @@ def search(
             high = guess
         else:
             low = guess
-    if high == len(predicted) and 0 not in seen and predicted and len(seen) < most:
-        seen[0] = compiled(0)  # where loops are small, nothing computed again can be the least
+    if high == len(predicted) and predicted:
+        ask(0)  # where loops are small, nothing computed again can be the least
     if high == len(predicted) and seen and min(seen.values()) > budget:
         # Of plans that are foretold to need next to the least any may be the least in truth.
         near = [k for k, size in enumerate(predicted) if size <= predicted[-1] * _NEAR]
-        for guess in dict.fromkeys((near[0], near[len(near) // 2])):
-            if len(seen) < most and guess not in seen:
-                seen[guess] = compiled(guess)
+        for guess in (near[0], near[len(near) // 2]):
+            ask(guess)
     if high < len(predicted):
         near = [k for k in range(max(low, 0)) if predicted[k] <= budget * _NEAR and k not in seen]
         for guess in near[: -_PROBES - 1 : -1]:
@@ -88,8 +91,8 @@ def search(
             while len(seen) < most and guess >= 0 and guess not in seen:
                 seen[guess] = compiled(guess)
                 guess -= seen[guess] <= budget
-        if 0 not in seen and len(seen) < most and predicted[0] <= budget * _ROOM:
-            seen[0] = compiled(0)
+        if predicted[0] <= budget * _ROOM:
+            ask(0)
     fits = [rung for rung, size in seen.items() if size <= budget]
     rung = min(fits, default=None)
     closed = rung is not None and (rung == 0 or seen.get(rung - 1, budget) > budget)

@@ -1,12 +1,13 @@
 """One link of straight-line code: what of it can be kept, and what that takes."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from jaxmem import _jax
 from jaxmem.layer import Layer, nbytes
 from jaxmem.problem import Graph
-from jaxmem.reversal import given_bytes, reversal_bytes, reversal_moment, without_checkpoint
+from jaxmem.reversal import given_bytes, reversal_moment, without_checkpoint
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Link, Option
 from jaxmem.solve.cover import settle
@@ -50,8 +51,13 @@ class Stretch:
             sent = keep.offloaded if keep else ()
             layer = self.layer.keeping(self.places[option], sent)
             values = [self.layer.values[place] for place in lasting]
-            how = self.fuses_operands, self.calls_libraries, values, keep is not None
-            needed = reversal_bytes(layer, *how)
+            needed, _ = reversal_moment(
+                layer,
+                self.fuses_operands,
+                self.calls_libraries,
+                lasting=values,
+                barriers=keep is not None,
+            )
             work = needed - size.tape_bytes - self.link.gradient_bytes
             self._more[option, lasting] = max(work - size.work_bytes, 0)
         return self._more[option, lasting]
@@ -94,14 +100,11 @@ def stretch_of(
         known = {(keep.kept, keep.offloaded) for keep in found}
         again = [settle(graph, *map(frozenset, other)) for other in others if other not in known]
         found += [keep for keep in again if keep is not None]
-    moments: dict[Keep, tuple[int, frozenset[Any]]] = {}
     how = roofline.fuses_operands, roofline.calls_libraries
 
+    @functools.cache
     def moment(keep: Keep) -> tuple[int, frozenset[Any]]:
-        if keep not in moments:
-            plan = layer.keeping(keep.kept, keep.offloaded)
-            moments[keep] = reversal_moment(plan, *how, barriers=keep is not as_it_stands)
-        return moments[keep]
+        return reversal_moment(layer.keeping(keep.kept, keep.offloaded), *how)
 
     if looks:
         found += descended(layer, graph, found, moment, looks)
@@ -110,10 +113,9 @@ def stretch_of(
     out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
     gradient_bytes = given_bytes(layer) if roofline.fuses_operands else out_bytes
 
-    def option(keep: Keep, seconds: float) -> Option:
+    def option(keep: Keep, seconds: float, reversal: int) -> Option:
         values = [layer.values[place] for place in keep.kept]
         tape_bytes = sum(nbytes(var.aval) for var in values)
-        reversal, _ = moment(keep)
         return Option(
             tape_bytes=tape_bytes,
             seconds=max(seconds, 0.0),
@@ -123,7 +125,11 @@ def stretch_of(
             output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
         )
 
-    choices = [option(as_it_stands, 0.0), *(option(keep, keep.seconds) for keep in options)]
+    whole = layer.keeping(as_it_stands.kept, as_it_stands.offloaded)
+    choices = [
+        option(as_it_stands, 0.0, reversal_moment(whole, *how, barriers=False)[0]),
+        *(option(keep, keep.seconds, moment(keep)[0]) for keep in options),
+    ]
     link = Link(
         seconds=sum(operation.seconds for operation in graph.operations),
         carry_bytes=out_bytes,
