@@ -240,9 +240,12 @@ def _is_index(where: Any) -> bool:
 
 
 def _describe(fn: Callable[..., Any]) -> str:
-    name = getattr(fn, "__qualname__", repr(fn))
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    # Never a repr, which may have an address in it: saved plans have this name.
+    name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
-        fn = inspect.unwrap(fn)
+        fn = inspect.unwrap(fn) if hasattr(fn, "__qualname__") else type(fn)
         line = inspect.getsourcelines(fn)[1]
         return f"{name} ({inspect.getsourcefile(fn)}:{line})"
     except (TypeError, OSError):

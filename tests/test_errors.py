@@ -184,6 +184,25 @@ def test_plan_without_a_stack() -> None:
         jaxmem.remat(lambda h: h * 2, Plan.full(5))(H)
 
 
+def test_names_of_what_is_decorated_have_a_line_and_no_address() -> None:
+    class Layer:
+        def __call__(self, h: jax.Array) -> jax.Array:
+            return h * 2
+
+    def scaled(by: float, h: jax.Array) -> jax.Array:
+        return h * by
+
+    for fn, name in (
+        (Layer(), "Layer"),
+        (functools.partial(Layer()), "Layer"),
+        (functools.partial(functools.partial(scaled), 2.0), "scaled"),
+    ):
+        with pytest.raises(ValueError, match="has no layer stack") as error:
+            jaxmem.remat(fn, Plan.full(7))(H)
+        says(error, name, "test_errors.py:")
+        assert " at 0x" not in str(error.value)
+
+
 def test_min_length_says_what_it_left_out() -> None:
     with pytest.warns(
         jaxmem.NoStackWarning, match="shorter than min_length=6 met: stack 0: 5 layers"
