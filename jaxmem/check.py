@@ -11,7 +11,7 @@ from jaxmem import _jax, find, tracing
 from jaxmem.choose import choose, needs_sizes
 from jaxmem.errors import NoEffectWarning, OffloadWarning, warn
 from jaxmem.execute import applied
-from jaxmem.find import LayerStack
+from jaxmem.find import Found, LayerStack
 from jaxmem.plan import Plan
 from jaxmem.policies import Either, FromJax, LayerPolicy, Offload, Policy
 from jaxmem.problem import Problem
@@ -129,13 +129,13 @@ def _has_checkpoint(body: ClosedJaxpr) -> bool:
     )
 
 
-def gradients(found: Sequence[LayerStack], label: str) -> None:
-    """Warns where a function differentiates its stacks itself, before the policy gets there."""
-    if any("transpose(" in info.name for info in found):
+def gradients(found: Found, label: str) -> None:
+    """Warns where a function differentiates what is in it itself, before the policy gets there."""
+    if found.takes_gradients:
         warn(
-            f"{label} takes gradients itself (the backward pass of a stack is among its scans), "
-            "and a policy around it comes too late to change them; unless it is differentiated "
-            "once more outside, decorate the model or the loss function in it instead",
+            f"{label} takes gradients itself (a backward pass is part of it), and a policy around "
+            "it comes too late to change them; unless it is differentiated once more outside, "
+            "decorate the model or the loss function in it instead",
             NoEffectWarning,
         )
 

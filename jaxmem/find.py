@@ -52,19 +52,24 @@ class Found:
       stacks: pairs of a stack and its equation: a scan, or a `stack_p` that has a policy.
       equations: how many equations were looked at.
       skipped: scans that are no stacks, as nothing in them can be differentiated.
+      takes_gradients: whether a backward pass is among the equations.
     """
 
     stacks: list[tuple[LayerStack, Any]]
     equations: int
     skipped: int
+    takes_gradients: bool = False
 
 
 def find(closed: ClosedJaxpr) -> Found:
     """All layer stacks of a jaxpr."""
     stacks: list[tuple[LayerStack, Any]] = []
     equations = skipped = 0
+    takes_gradients = False
     for eqn, scope in _walk(closed, ""):
         equations += 1
+        name = _join(scope, str(eqn.source_info.name_stack))
+        takes_gradients |= "transpose(" in name
         if _jax.is_stack(eqn):
             form = eqn.params["stack"].form
             if form.in_turn:
@@ -84,13 +89,13 @@ def find(closed: ClosedJaxpr) -> Found:
         info = LayerStack(
             index=len(stacks),
             length=length,
-            name=_join(scope, str(eqn.source_info.name_stack)),
+            name=name,
             source=source_line(eqn),
             carry_bytes=sum(sizes[num_consts : num_consts + num_carry]),
             param_bytes=sum(sizes[num_consts + num_carry :]),
         )
         stacks.append((info, eqn))
-    return Found(stacks, equations, skipped)
+    return Found(stacks, equations, skipped, takes_gradients)
 
 
 def subjaxprs(eqn: Any) -> list[ClosedJaxpr]:

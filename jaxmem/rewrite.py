@@ -108,6 +108,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     if isinstance(choice.policy, NoRemat | Auto):
         return _jax.evaluate(closed, args)
     found = find.find(closed)
+    check.gradients(found, label)
     chosen = _chosen(found, choice, label)
     check.names([as_stack(eqn, choice.policy) for _, eqn in chosen], closed, choice.policy)
     if not chosen:
@@ -123,7 +124,6 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
                 return straight.run(*cut, args)
         return _checkpoint_whole(closed, args, choice, found, label)
     check.effect(choice.policy)
-    check.gradients([info for info, _ in chosen], label)
     for info, eqn in chosen:
         check.stack(info, eqn, choice.policy)
     check.twice(chosen)
@@ -223,13 +223,14 @@ def _checkpoint_whole(
             f"stack ({met}); a stack is a jax.lax.scan over layers (nn.scan, nnx.scan, jaxmem.scan)"
         )
     cut = "" if isinstance(choice.policy, Sqrt) else "; jaxmem.remat_sqrt cuts code without a scan"
-    warn(
-        f"no layer stack in {label}: {met}.  A stack is a jax.lax.scan over layers (nn.scan, "
-        "nnx.scan, jaxmem.scan); a Python loop over layers is none.  The whole call is "
-        "checkpointed once instead.  If this is one layer of a stack, scan it with jaxmem.scan, "
-        f"jaxmem.linen.scan or jaxmem.nnx.scan{cut}",
-        NoStackWarning,
-    )
+    if not found.takes_gradients:  # a reader has been told that by itself
+        warn(
+            f"no layer stack in {label}: {met}.  A stack is a jax.lax.scan over layers (nn.scan, "
+            "nnx.scan, jaxmem.scan); a Python loop over layers is none.  The whole call is "
+            "checkpointed once instead.  If this is one layer of a stack, scan it with "
+            f"jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan{cut}",
+            NoStackWarning,
+        )
     layer = choice.policy if isinstance(choice.policy, LayerPolicy) else None
     policy = layer.jax_policy if layer is not None else None
     return jax.checkpoint(lambda *a: _jax.evaluate(closed, a), policy=policy)(*args)

@@ -6,7 +6,7 @@ traced under other circumstances is traced again.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -164,6 +164,24 @@ def policy_instead(policy: Policy | Plan) -> Policy | Plan:
     """The policy to use for a stack that is decorated with this one."""
     instead = _circumstances.value.policy
     return policy if instead is None else instead
+
+
+def when_differentiated(values: Sequence[Any], then: Callable[[], None]) -> list[Any]:
+    """The values; `then` is called, once, when and if what made them is differentiated.
+
+    What it raises is raised where that is asked for.
+    """
+    left = [then]
+
+    def rule(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+        if left:
+            left[0]()
+            left.clear()  # unless it raised
+        return primals[0], tangents[0]
+
+    same = jax.custom_jvp(lambda value: value)
+    same.defjvp(rule)
+    return [same(value) for value in values]
 
 
 def note_region(policy: Policy | Plan) -> None:

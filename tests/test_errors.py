@@ -174,6 +174,10 @@ def test_gradients_taken_inside_come_before_the_policy() -> None:
     with pytest.warns(jaxmem.NoEffectWarning, match="step .* takes gradients itself"):
         changed = jaxmem.remat_sqrt(step)(WEIGHTS, H)
     assert jnp.array_equal(changed, step(WEIGHTS, H))
+    for inner in (jaxmem.remat_full, jaxmem.remat_sqrt):
+        outer = jaxmem.remat_dots(jax.grad(inner(model)))
+        with pytest.warns(jaxmem.NoEffectWarning, match="model .* takes gradients itself"):
+            outer(WEIGHTS, H)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(jax.grad(jax.grad(lambda s: jaxmem.remat_sqrt(model)(s * WEIGHTS, H))))(1.0)

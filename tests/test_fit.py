@@ -268,7 +268,7 @@ def test_a_plan_is_not_saved_where_there_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_nothing_differentiated() -> None:
-    with pytest.raises(ValueError, match="differentiates none of their layer stacks"):
+    with pytest.raises(ValueError, match="differentiates none of them"):
         fit(marked, *specs(), budget="1GiB")
 
 

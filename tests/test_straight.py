@@ -326,6 +326,52 @@ def test_regions_in_one_that_has_no_stack_of_its_own() -> None:
             assert_close(exact_jit(step)(*args), expected)
 
 
+def test_a_region_that_takes_gradients_leaves_the_plan_to_the_stack_in_it() -> None:
+    def model(ws: Any, h: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, ws)[0].sum()
+
+    args = normal(0, 5, D, D), normal(1, B, D)
+    step = jaxmem.remat_auto(jax.grad(jaxmem.remat_sqrt(model)))
+    with pytest.warns(jaxmem.NoEffectWarning, match="takes gradients itself"):
+        found = plans(step, *args, most=2)
+    for plan in found:
+        (hole,) = plan.holes
+        assert hole.where.startswith("stack 0: 5 layers")
+        with (
+            jaxmem.use_plan(plan),
+            pytest.warns(jaxmem.NoEffectWarning, match="takes gradients itself"),
+        ):
+            assert_same(exact_jit(step)(*args), exact_jit(jax.grad(model))(*args))
+
+
+def test_a_region_around_gradients_is_no_hole() -> None:
+    with (
+        pytest.warns(jaxmem.NoEffectWarning, match="takes gradients itself"),
+        pytest.raises(ValueError, match="a decorator around jax.grad comes too late"),
+    ):
+        problem(jaxmem.remat_auto(jax.grad(chain)), *arrays())
+
+
+def test_what_is_evaluated_only_is_no_hole() -> None:
+    """A step that is told its loss on other data, too: there is nothing to keep for that."""
+    model = jaxmem.remat_auto(chain)
+
+    def step(params: Any, h: jax.Array, other: jax.Array) -> Any:
+        return jax.value_and_grad(model)(params, h), model(params, other)
+
+    params, h = arrays()
+    args = params, h, h[:3]
+    (hole,) = problem(step, *args).holes
+    assert hole.times == 1
+    for plan in plans(step, *args, most=2):
+        with jaxmem.use_plan(plan):
+            jax.jit(step)(*args)
+            other = jax.jit(jax.grad(model))
+            for _ in range(2):
+                with pytest.raises(ValueError, match="is not in the plan"):
+                    other(params, h[:3])
+
+
 def test_a_stack_between_straight_code() -> None:
     """A region with a stack is planned as the stack; what stands beside it as code."""
     head = jaxmem.remat_auto(chain)

@@ -1,8 +1,8 @@
 """What of a step can be planned: its decorated regions, met while the step is traced.
 
-A stack is met when it is differentiated, since only then is it known what its backward pass
-reads; code without a stack when it is traced.  Options are found right there, where the axes
-of a `shard_map` around it are known.  Regions that compute the same are one hole, met several
+A region is met when it is differentiated: only then is anything kept for a backward pass, and is
+it known what that reads.  Options are found right there, where the axes of a `shard_map` around it
+are known.  Regions that compute the same are one hole, met several
 times.
 """
 
@@ -227,17 +227,21 @@ class Collector(ByLayer):
                 "must not happen twice, so nothing in it can be computed again; move them out, or "
                 "use jax.debug.callback or jax.pure_callback"
             )
-        if not (tracing.is_inside_layer() or tracing.is_inside_region()):
-            code = Code(closed)
-            key = code.digest, len(code)
-            if not len(code):
-                pass  # nothing is computed, and nothing kept
-            elif key not in self.holes:
-                self.holes[key] = _straight_hole(code, label, self.roofline, self.offload)
-            else:
-                self.holes[key].met.append(closed)
+        inner = tracing.is_inside_layer() or tracing.is_inside_region()
         with tracing.inside_layer():
-            return _jax.evaluate(closed, args)
+            outs = _jax.evaluate(closed, args)
+        if inner:
+            return outs
+        return tracing.when_differentiated(outs, lambda: self._straight(Code(closed), label))
+
+    def _straight(self, code: Code, label: str) -> None:
+        key = code.digest, len(code)
+        if not len(code):
+            return  # nothing is computed, and nothing kept
+        if key not in self.holes:
+            self.holes[key] = _straight_hole(code, label, self.roofline, self.offload)
+        else:
+            self.holes[key].met.append(code)
 
     def __str__(self) -> str:
         return "looked at by jaxmem.fit"

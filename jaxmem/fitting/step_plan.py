@@ -174,7 +174,7 @@ class Filled(ByLayer):
         """The results of code without a stack, under its plan.
 
         Raises:
-          ValueError: there is none; says what differs.
+          ValueError: when it is differentiated, and there is none; says what differs.
         """
         if tracing.is_inside_layer() or tracing.is_inside_region():
             return _jax.evaluate(closed, args)
@@ -184,7 +184,11 @@ class Filled(ByLayer):
                 with tracing.inside_layer():
                     return straight.run(code, hole.plan, args)
         types = tuple(aval.str_short() for aval in closed.in_avals)
-        raise ValueError(_difference(self.plan, label, len(code), types))
+
+        def refuse() -> None:
+            raise ValueError(_difference(self.plan, label, len(code), types))
+
+        return tracing.when_differentiated(_jax.evaluate(closed, args), refuse)
 
     def __str__(self) -> str:
         return "a plan of jaxmem.fit"

@@ -169,9 +169,9 @@ def _devices(ask: Question) -> int:
 def _nothing_to_plan(program: Program) -> str:
     if program.record.regions:
         return (
-            "the step has decorated regions, and differentiates none of their layer stacks, "
-            "so that nothing is kept for a backward pass; pass the train step or a value_and_grad, "
-            "with jax.grad inside of it"
+            "the step has decorated regions, and differentiates none of them, so that nothing is "
+            "kept for a backward pass; pass the train step or a value_and_grad, with jax.grad "
+            "around what is decorated (a decorator around jax.grad comes too late)"
         )
     hint = where_to_decorate(program, "remat_auto")
     return f"nothing in the step is decorated, so there is nothing to plan; {hint}"
