@@ -33,6 +33,7 @@ def worst_moment(
     copied: Collection[Any] = (),
     held: Sequence[Any] = (),
     fuses_operands: bool = False,
+    relaid: Collection[Any] = (),
     exact: Collection[Any] = (),
     of_products: Collection[Any] = (),
     parted: Collection[Any] = (),
@@ -47,6 +48,7 @@ def worst_moment(
       held: inputs that are alive from the start till they are last read.
       fuses_operands: whether matrix products compute their operands themselves, and store
         rounded what nothing else reads; see `jaxmem.roofline.Roofline`.
+      relaid: of `copied`, what is copied once more, to another layout.
       exact: inputs that are not stored rounded.
       of_products: inputs that matrix products made; such a product may as well compute what
         follows from the input, and make that in its place.
@@ -70,6 +72,8 @@ def worst_moment(
             if _jax.is_var(atom) and atom in waiting:
                 waiting.discard(atom)
                 lives.make(atom, at)
+                if atom in relaid:
+                    lives.besides(atom, at)
         lives.evaluate(at, eqn)
     for atom in filter(_jax.is_var, jaxpr.outvars):
         lives.read(atom, len(jaxpr.eqns))
@@ -144,6 +148,35 @@ def read_by_kernels(jaxpr: Any) -> set[Any]:
     return found
 
 
+def relaid(jaxpr: Any) -> set[Any]:
+    """Inputs from which what kernels read transposed follows, element by element.
+
+    On TPUs a transposition is a layout: of the chain behind it, and so of all that it reads.
+    """
+    sources: dict[Any, frozenset[Any]] = {}
+    views: dict[Any, Any] = {}
+    turned: set[Any] = set()
+    found: set[Any] = set()
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        kind = kind_of(eqn)
+        atoms = list(filter(_jax.is_var, eqn.invars))
+        if kind == "view" and atoms:
+            views.update((var, atoms[0]) for var in eqn.outvars)
+            if eqn.primitive.name == "transpose":
+                turned.update(eqn.outvars)
+        if kind in ("fused", "view"):
+            behind = frozenset().union(*(sources.get(atom, frozenset([atom])) for atom in atoms))
+            sources.update((var, behind) for var in eqn.outvars)
+        if kind == "kernel":
+            for atom in atoms:
+                *passed, base = _behind_views(atom, views)
+                if turned.intersection(passed) and base not in inputs:
+                    behind = sources.get(base, frozenset())
+                    found.update(v for v in behind & inputs if v.aval.size == base.aval.size)
+    return found
+
+
 def rounded_where_made(jaxpr: Any, inputs: Collection[Any]) -> set[Any]:
     """Of inputs that matrix products made, those stored rounded, or what follows in their place."""
     rounded = read_rounded(jaxpr)
@@ -214,6 +247,10 @@ class _Lives:
         """An array is in memory from here on."""
         self._made[var] = self._last[var] = at
         self._behind[var] = frozenset([var])
+
+    def besides(self, var: Any, at: int) -> None:
+        """A second copy of an array is in memory here."""
+        self._work.append((at, self._bytes(var)))
 
     def never_over(self, made: Collection[Any]) -> None:
         """Nothing is written over these."""

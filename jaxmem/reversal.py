@@ -14,6 +14,7 @@ from jaxmem.alive import (
     peak_alive,
     read_by_kernels,
     read_rounded,
+    relaid,
     rounded_where_made,
     worst_moment,
 )
@@ -35,8 +36,10 @@ def working_bytes(layer: Layer, fuses_operands: bool = False) -> int:
     the tape is stacked, and of those of its values that kernels read each layer's is copied.
     """
     backward = backward_of(layer)
-    copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape)
-    return peak_alive(backward.closed, copied=copied, fuses_operands=fuses_operands)
+    jaxpr = backward.closed.jaxpr
+    turned = relaid(jaxpr).intersection(backward.tape) if fuses_operands else set()
+    copied = read_by_kernels(jaxpr).intersection(backward.tape) | turned
+    return peak_alive(backward.closed, copied=copied, fuses_operands=fuses_operands, relaid=turned)
 
 
 def tape_bytes(layer: Layer, fuses_operands: bool = False) -> int:

@@ -10,7 +10,7 @@ from compiled import compiled
 from jax import lax
 
 from jaxmem import _jax
-from jaxmem.alive import peak_alive, read_rounded, rounded_where_made
+from jaxmem.alive import peak_alive, read_rounded, relaid, rounded_where_made
 
 X = jax.ShapeDtypeStruct((64, 64), "float32")
 SIZE = 64 * 64 * 4
@@ -186,6 +186,24 @@ def test_gradients_that_products_make_and_read_are_rounded_where_they_are_made()
 
     closed = jax.make_jaxpr(read_again)(X, X, X)
     assert rounded_where_made(closed.jaxpr, closed.jaxpr.invars[:1]) == set()
+
+
+def test_what_products_read_transposed_is_laid_out_anew_with_all_that_it_follows_from():
+    def scaled(tape, small, mask, w):
+        through = jnp.where(mask, tape * small, 0.0)
+        return lax.dot_general(through.T, w, (((1,), (0,)), ((), ())))
+
+    column = jax.ShapeDtypeStruct((64, 1), "float32")
+    mask = jax.ShapeDtypeStruct((64, 64), "bool")
+    closed = jax.make_jaxpr(scaled)(X, column, mask, column)
+    tape, _, mask, _ = closed.jaxpr.invars
+    assert relaid(closed.jaxpr) == {tape, mask}
+    for product in (lambda tape, w: jnp.sin(tape) @ w, lambda tape, w: tape.T @ w):
+        assert relaid(jax.make_jaxpr(product)(X, X).jaxpr) == set()
+    copies = {"copied": [tape, mask], "fuses_operands": True}
+    assert peak_alive(closed, **copies) == SIZE + SIZE // 4 + 64 * 4
+    # While the one is read, which is beside its slice then.
+    assert peak_alive(closed, **copies, relaid=[tape, mask]) == 2 * SIZE
 
 
 # The TPU's compiler takes its time.

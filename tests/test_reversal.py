@@ -1,5 +1,7 @@
 """What a compiler has in memory while layers outside of loops are reversed."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -180,8 +182,13 @@ def test_stacks_hold_rounded_what_only_products_read_on_a_tpu() -> None:
 
 
 @pytest.mark.slow  # the TPU's compiler takes its time
-@pytest.mark.parametrize("place", [0.2, 0.6, 1.0])
-@pytest.mark.parametrize("model", ["matrix_chain", "fused_tpu"])
+@pytest.mark.parametrize(
+    ("model", "place"),
+    [
+        *itertools.product(["matrix_chain", "fused_tpu"], [0.2, 0.6, 1.0]),
+        ("experts", 0.2),  # whose tape is laid out anew in its loop
+    ],
+)
 def test_programs_for_a_tpu_are_foretold(model: str, place: float) -> None:
     job = MODELS[model]()
     found = off(job.step, *job.args, place=place, donate=(0,), target="v5e-16g")
