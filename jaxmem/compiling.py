@@ -220,7 +220,10 @@ def compile_elsewhere(
       ValueError: the program is sharded over another number of devices than the target has, or
         the compiler does not know an option.
     """
-    exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
+    try:
+        exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
+    except ImportError as error:  # of what comes with the compilers
+        raise targets.CompileError("; ".join(target.missing()) or str(error)) from None
     target = _for_devices(target, exported)
     store = targets.Cache() if cache else None
     key = _key(exported, target, options)

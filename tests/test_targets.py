@@ -15,8 +15,10 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import pytest
+from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxmem
 from jaxmem import targets
 from jaxmem.errors import JaxmemWarning
 from jaxmem.targets import Cache, installed
@@ -315,6 +317,19 @@ def test_missing_says_what_to_type(monkeypatch):
     assert targets.target("h100-80g").missing()[0] == (
         'flatbuffers is not installed: pip install "flatbuffers"'
     )
+
+
+@pytest.mark.parametrize("said", ["flatbuffers is not installed: pip install", "Please install"])
+def test_a_report_without_the_compilers_says_what_to_type(monkeypatch, said):
+    """What serialises programs comes with them, and is asked for first."""
+    if said.startswith("flatbuffers"):
+        without(monkeypatch, flatbuffers=None)
+    serialization = "jax._src.export.serialization"
+    monkeypatch.delitem(sys.modules, serialization, raising=False)
+    monkeypatch.delattr(sys.modules["jax._src.export"], "serialization", raising=False)
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(jaxmem.CompileError, match=said):
+        jaxmem.memory_report(jnp.sin, jnp.ones(3), target="h100-80g")
 
 
 def test_versions_that_do_not_fit(monkeypatch):
