@@ -26,6 +26,7 @@ class Saved:
         """Read what `save` wrote.
 
         Raises:
+          FileNotFoundError: there is no such file.
           ValueError: the file holds no such thing; the message names the file and the place.
         """
         try:

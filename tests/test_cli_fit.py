@@ -49,6 +49,9 @@ def test_a_budget_is_kept_and_its_plan_is_saved_and_applied(tmp_path: Path):
     plan = jaxmem.StepPlan.load(file)
     assert str(plan) in result.stdout
     assert needs("--plan", str(file)) <= budget < needs("--policy", "none")
+    assert "was made for" not in run("report", JOB, "--plan", str(file)).stderr
+    elsewhere = run("report", JOB, "--plan", str(file), "--target", "h100-80g")
+    assert f"{file} was made for local: on h100-80g it may need more" in elsewhere.stderr
 
 
 def test_json_stands_alone_and_holds_all(tmp_path: Path):

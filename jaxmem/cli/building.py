@@ -1,7 +1,7 @@
 """What `report` and `sweep` check before anything is compiled."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,20 @@ def under(entry: Entry, policy: PolicyText, plan: Path | None) -> Under:
 
     loaded = StepPlan.load(plan)
     return lambda: following(loaded)
+
+
+def made_elsewhere(plan: Path, targets: Sequence[str]) -> str:
+    """A note on a plan that was made for another target than some of these; "" if it was not."""
+    from jaxmem.fitting.step_plan import StepPlan
+
+    made_for = StepPlan.load(plan).target
+    others = [target for target in targets if target != made_for]
+    if not made_for or not others:
+        return ""
+    return (
+        f"{plan} was made for {made_for}: on {', '.join(others)} it may need more, or compute more "
+        f"again, than a plan made there (jaxmem fit --target {others[0]})"
+    )
 
 
 def without_stacks(job: Job, context: Under) -> bool:

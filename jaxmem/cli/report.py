@@ -130,6 +130,8 @@ def _reports(
         except Exception as error:
             return error
 
+    if plan is not None and (note := building.made_elsewhere(plan, targets)):
+        say(note)
     if (plan is not None or entry.is_forced(policy)) and building.without_stacks(job, context):
         say(building.NO_STACKS if plan is None else building.NO_STACKS_FOR_PLAN)
     if sys.stderr.isatty():

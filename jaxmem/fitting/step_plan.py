@@ -115,6 +115,7 @@ def use_plan(plan: StepPlan | str | os.PathLike[str]) -> Iterator[None]:
       plan: from `jaxmem.fit`, or the path of a file that it was saved to.
 
     Raises:
+      FileNotFoundError: there is no such file.
       ValueError: the file holds no plan; and, when a function is differentiated inside,
         if the plan does not have one of its stacks.  The message says what differs.
 
