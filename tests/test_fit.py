@@ -4,6 +4,7 @@ All for the attached CPU; `test_fit_models.py` has accelerators.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import subprocess
@@ -27,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from jaxmem import BudgetError, JaxmemWarning, Plan, tracing
-from jaxmem.fitting.question import Question
+from jaxmem.fitting.question import Question, rematerialised
 
 MIB = 2**20
 
@@ -265,6 +266,48 @@ def test_a_plan_is_not_saved_where_there_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such folder") as caught:
         jaxmem.StepPlan().save(tmp_path / "none" / "plan.json")
     assert caught.value.filename == str(tmp_path / "none")
+
+
+def _short_of_memory(
+    monkeypatch: pytest.MonkeyPatch, work: float, rungs: int | None = None
+) -> list[jaxmem.MemoryReport]:
+    """Have the compiler say of the first plans that it computed more again than was asked for."""
+    compiled, first = Question.report, problem(step, *specs())
+    plans = [first.plan(rung) for rung in range(len(first.rungs))][:rungs]
+    told: list[jaxmem.MemoryReport] = []
+
+    def report(self: Question, plan: jaxmem.StepPlan) -> jaxmem.MemoryReport:
+        found = compiled(self, plan)
+        if plan in plans:
+            lint = jaxmem.Lint("compiler-remat", "it is at the limit", "choose a policy")
+            done = round((found.matmul_flops or 0) * work)
+            found = dataclasses.replace(found, lints=(*found.lints, lint), matmul_flops=done)
+        told.append(found)
+        return found
+
+    monkeypatch.setattr(Question, "report", report)
+    return told
+
+
+def test_a_plan_that_fits_since_the_compiler_computes_again_is_not_the_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = _short_of_memory(monkeypatch, 1.5, rungs=1)
+    fitted = fit(step, *specs(), budget="1GiB")
+    assert rematerialised(told[0])
+    assert not rematerialised(fitted.report)
+    assert (fitted.report.matmul_flops or 0) < (told[0].matmul_flops or 0)
+
+
+def test_what_the_compiler_computes_again_is_taken_where_it_is_less_or_all_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        _short_of_memory(patch, 0.9, rungs=1)
+        assert rematerialised(fit(step, *specs(), budget="1GiB").report)
+    _short_of_memory(monkeypatch, 1.5)
+    fitted = fit(step, *specs(), budget="1GiB")
+    assert fitted.report.required_bytes <= fitted.budget
 
 
 def test_nothing_differentiated() -> None:

@@ -96,7 +96,8 @@ def fit(
     """The fastest plan for the decorated stacks of JOB that is within a budget of memory.
 
     jaxmem.use_plan and jaxmem report --plan apply what --save wrote.
-    Exit code: 0 it fits, 2 no plan does, 1 an error.
+    Exit code: 0 it fits, 2 no plan does or the device has less than the budget, and too little,
+    1 an error.
     """
     check_files(save=save, plot=plot)
     options = {
@@ -121,7 +122,7 @@ def fit(
         say(f"wrote {save}")
     if plot is not None:
         _draw(job, plot, points, options)
-    return 0 if fits else 2
+    return 0 if fits and (found.report is None or found.report.fits is not False) else 2
 
 
 def _job(where: str, settings: tuple[tuple[str, str], ...]) -> "Job":

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem import targets
-from jaxmem.errors import BudgetError, check_positive
+from jaxmem.errors import BudgetError, JaxmemWarning, check_positive, warn
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
-from jaxmem.fitting.question import Question
+from jaxmem.fitting.question import Question, rematerialised
 from jaxmem.fitting.shortfall import shortfall
 from jaxmem.fitting.step_problem import Cost, look
 from jaxmem.report import MemoryReport
@@ -75,6 +75,9 @@ def fit(
         budget is no size.
       jaxmem.CompileError: as for `jaxmem.memory_report`.
 
+    Warns:
+      jaxmem.JaxmemWarning: the plan is within the budget, and the device has less.
+
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_auto
     ... def model(weights, h):
@@ -104,6 +107,9 @@ def fit(
             reports[rung] = problem.report(ask, rung)
             needed = reports[rung].required_bytes
             verdict = "fits" if needed <= budget else f"{size(needed - budget)} too much"
+            if needed <= budget and rematerialised(reports[rung]):
+                verdict = "fits, as the compiler itself computes more of it again"
+                needed = budget + 1  # as it was asked for it is too large
             say(
                 f"fit: plan {rung + 1} of {len(problem.rungs)} needs {size(needed)} "
                 f"(foretold {size(problem.predicted[rung])}): {verdict}"
@@ -111,17 +117,39 @@ def fit(
             return needed
 
         found = search(problem.predicted, budget, compiled, max_compiles)
-    if found.rung is None:
-        least = min(found.seen, key=lambda rung: found.seen[rung])
+    seen = {rung: reports[rung].required_bytes for rung in found.seen}
+    best = _best(found.rung, reports, budget)
+    if best is None:
+        least = min(seen, key=lambda rung: seen[rung])
         text = shortfall(reports[least], budget, problem, least, ask, allow_offload)
-        raise BudgetError(text, budget, found.seen[least], reports[least])
+        raise BudgetError(text, budget, seen[least], reports[least])
+    if reports[best].fits is False:
+        warn(
+            f"fit: the plan is within the budget of {size(budget)}, which is more than the device "
+            f"has: {reports[best].verdict}",
+            JaxmemWarning,
+        )
     return Fitted(
         problem.program.jitted,
-        problem.plan(found.rung),
-        reports[found.rung],
-        problem.planned(found.rung),
+        problem.plan(best),
+        reports[best],
+        problem.planned(best),
         budget,
-        problem.prediction(found.rung, found.seen),
+        problem.prediction(best, seen),
         found.closed,
-        len(found.seen),
+        len(seen),
     )
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _best(found: int | None, reports: dict[int, MemoryReport], budget: int) -> int | None:
+    """The rung that was found, or one that fits thanks to the compiler, if that does less work."""
+    others = [
+        rung
+        for rung, report in reports.items()
+        if report.required_bytes <= budget and rematerialised(report)
+    ]
+    known = others if found is None else [found, *others]
+    return min(known, key=lambda rung: (reports[rung].matmul_flops or 0, rung), default=None)

@@ -19,7 +19,7 @@ from jaxmem import targets
 from jaxmem.errors import check_positive
 from jaxmem.files import write_whole
 from jaxmem.fitting.progress import Progress
-from jaxmem.fitting.question import Question
+from jaxmem.fitting.question import Question, rematerialised
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.fitting.step_problem import Cost, look
 from jaxmem.report import MemoryReport
@@ -222,11 +222,16 @@ def frontier(
                 f"(foretold {size(foretold[rung])})"
             )
     costs = [(reports[rung].required_bytes, problem.rungs[rung].seconds) for rung in chosen]
+    # Where the compiler computes more again by itself, the plan's seconds are not the program's.
+    costs = [
+        (needed, math.inf if rematerialised(reports[rung]) else seconds)
+        for rung, (needed, seconds) in zip(chosen, costs, strict=True)
+    ]
     return Frontier(
         tuple(
             FrontierPoint(
                 predicted_bytes=foretold[rung],
-                extra_seconds=mine[1],
+                extra_seconds=problem.rungs[rung].seconds,
                 pareto=not any(_beats(other, mine) for other in costs),
                 plan=problem.plan(rung),
                 report=reports[rung],

@@ -11,6 +11,11 @@ from jaxmem.program import Program
 from jaxmem.report import MemoryReport
 
 
+def rematerialised(report: MemoryReport) -> bool:
+    """Whether the compiler itself computes again, more than it was asked to: it lacks memory."""
+    return any(lint.kind == "compiler-remat" for lint in report.lints)
+
+
 @dataclasses.dataclass(frozen=True)
 class Question:
     """A step and its arguments, and for what it is to be compiled."""
