@@ -1,6 +1,6 @@
 """`jaxmem.fit` beside the policies in use: how much a transformer recomputes in the same memory.
 
-    python experiments/frontier.py            # ten minutes or more, nearly all of them compilers'
+    python experiments/frontier.py            # an hour a target, nearly all of it compilers'
     python experiments/frontier.py --small    # a small transformer, on the attached backend
 
 The reference transformer of `programs.py` is compiled under each policy of `front/rivals.py`, and
@@ -56,8 +56,8 @@ class Options:
     """Of attention."""
     dtype: programs.Dtype = "bfloat16"
     """Of parameters and activations."""
-    points: int = 12
-    """Plans of the frontier itself."""
+    points: int | None = None
+    """Plans of the frontier itself: 12, or 8 for TPUs, whose compiler takes its time."""
     timeout: float = 900.0
     """Seconds for compiling one program."""
     results: Path = RESULTS
@@ -143,9 +143,11 @@ def _rows(options: Options, known: Table[Row], target: str) -> list[Row]:
         asked = rivals.asked(of(known, made, *RIVALS), all_of_it=not options.small)
         bar.total += len(asked) + 1
         with _step(bar, "frontier"):
-            if len(of(known, made, FRONTIER)) != options.points:
+            points = options.points or (8 if _is_tpu(target) else 12)
+            if len(of(known, made, FRONTIER)) != points:
+                found = _frontier(options, made, points)
                 known.drop(of(known, made, FRONTIER))
-                known.add(*_frontier(options, made))
+                known.add(*found)
         for one in asked:
             with _step(bar, one.name):
                 if _find(known, made, FIT, one.name, one.budget) is None:
@@ -177,13 +179,17 @@ def _answered(one: Asked, known: Table[Row], made: Made) -> Row | None:
     return None
 
 
-def _frontier(options: Options, made: Made) -> list[Row]:
+def _is_tpu(target: str) -> bool:
+    return target != "local" and jaxmem.target(target).platform == "tpu"
+
+
+def _frontier(options: Options, made: Made, points: int) -> list[Row]:
     job = programs.transformer(**options.size)
     found = jaxmem.frontier(
         job.step,
         *job.args,
         target=made.target,
-        points=options.points,
+        points=points,
         progress=False,
         **options.compiling,
     )
