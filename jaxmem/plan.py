@@ -55,6 +55,7 @@ class Plan(Saved):
       runs: for "keep", pairs of a number of layers and what each of them keeps, first to
         last; None for all that its backward reads.
 
+    >>> from jaxmem import Plan
     >>> plan = Plan.periodic(12, segments=3)
     >>> plan.lengths, plan.extra_forwards(), plan.bytes(carry_bytes=10, tape_bytes=100)
     ((4,), 12, 430)

@@ -76,7 +76,7 @@ class AdamA:
     Raises:
       ValueError: a decay is not in [0, 1), or the dtype is not floating.
 
-    >>> import optax
+    >>> import jax, jax.numpy as jnp, jaxmem
     >>> adam = jaxmem.AdamA(0.1)
     >>> loss = lambda w, x: ((x @ w) ** 2).mean()
     >>> w, x = jnp.ones(3), jax.random.normal(jax.random.key(0), (12, 3))

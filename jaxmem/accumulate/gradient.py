@@ -119,6 +119,7 @@ def value_and_grad(
     its own to the accumulator.  Terms of several weights (`Weighted` + `Weighted`) need the
     sums of the weights first: what computes them runs twice.
 
+    >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(w, batch):
     ...     error = batch["mask"] * (batch["x"] @ w - batch["y"]) ** 2
     ...     return jaxmem.Weighted(error.sum(), batch["mask"].sum())

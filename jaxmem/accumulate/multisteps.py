@@ -96,7 +96,7 @@ class MultiSteps:
     nothing else, where the state is donated.  Skipping needs all gradients of
     a microbatch at once before any may be added.
 
-    >>> import optax
+    >>> import jax.numpy as jnp, jaxmem, optax
     >>> tx = jaxmem.MultiSteps(optax.sgd(1.0), 2)
     >>> state = tx.init(jnp.zeros(()))
     >>> _, state = tx.update(jnp.float32(1.0), state, weight=4)

@@ -51,6 +51,7 @@ class Weighted:
         is negative or not finite.  Where it is not known, under `jit`, a
         negative weight makes the mean NaN.
 
+    >>> import jaxmem
     >>> loss = jaxmem.Weighted(6.0, 3) + 0.5 * jaxmem.Weighted(8.0, 2)
     >>> float(loss.mean)
     4.0

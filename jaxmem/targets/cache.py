@@ -31,6 +31,7 @@ class Cache:
     JAXMEM_CACHE=0 turns it off.
 
     >>> import tempfile
+    >>> from jaxmem.targets import Cache
     >>> folder = tempfile.TemporaryDirectory()
     >>> cache, key = Cache(folder.name), Cache.key(program="abc", target="h100-80g")
     >>> cache.get(key)

@@ -22,6 +22,7 @@ from jaxmem.targets.spec import GpuSpec, Target, TpuSpec, chips
 def catalog() -> dict[str, Target]:
     """Every accelerator that comes with the package, by name.
 
+    >>> from jaxmem.targets import catalog
     >>> catalog()["h100-80g"].device
     'NVIDIA H100 80GB HBM3'
     """
@@ -41,6 +42,7 @@ def target(which: str | os.PathLike[str] | Target, devices: int | None = None) -
       TypeError: `which` is none of these.
       ValueError: no accelerator has this name, the file is wrong, or there is no such number of it.
 
+    >>> from jaxmem.targets import target
     >>> target("v5e-16g", devices=4).mesh({"data": 4}).shape_tuple
     (('data', 4),)
     """
@@ -75,6 +77,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Target]:
 def by_device_kind(kind: str) -> Target | None:
     """The accelerator that jax calls by this kind, None if there is no row of it.
 
+    >>> from jaxmem.targets import by_device_kind
     >>> by_device_kind("TPU v5 lite").name, by_device_kind("cpu")
     ('v5e-16g', None)
     """
