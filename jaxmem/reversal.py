@@ -36,10 +36,22 @@ def working_bytes(layer: Layer, fuses_operands: bool = False) -> int:
     the tape is stacked, and of those of its values that kernels read each layer's is copied.
     """
     backward = backward_of(layer)
-    jaxpr = backward.closed.jaxpr
-    turned = relaid(jaxpr).intersection(backward.tape) if fuses_operands else set()
-    copied = read_by_kernels(jaxpr).intersection(backward.tape) | turned
-    return peak_alive(backward.closed, copied=copied, fuses_operands=fuses_operands, relaid=turned)
+    copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape)
+    return peak_alive(backward.closed, copied=copied, fuses_operands=fuses_operands)
+
+
+def relaid_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+    """How much more that is in a loop, for copies of the tape in the layout that products want.
+
+    Which the layer of a loop takes from one array of all layers' tapes, in a layout of its own.
+    """
+    backward = backward_of(layer)
+    turned = relaid(backward.closed.jaxpr).intersection(backward.tape) if fuses_operands else ()
+    if not turned:
+        return 0
+    copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape).union(turned)
+    more = peak_alive(backward.closed, copied=copied, fuses_operands=True, relaid=turned)
+    return more - working_bytes(layer, True)
 
 
 def tape_bytes(layer: Layer, fuses_operands: bool = False) -> int:

@@ -19,7 +19,14 @@ from jaxmem.plan import Plan
 from jaxmem.policies import ByLayer
 from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.problem import Graph
-from jaxmem.reversal import loose_bytes, param_copies, tape_bytes, value_bytes, working_bytes
+from jaxmem.reversal import (
+    loose_bytes,
+    param_copies,
+    relaid_bytes,
+    tape_bytes,
+    value_bytes,
+    working_bytes,
+)
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, Kept, Steps
 from jaxmem.solve.keep import Keep, menu
@@ -285,7 +292,8 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
 
 
 def _choice(layer: Layer, seconds: float, fuses: bool) -> Choice:
-    return Choice(tape_bytes(layer, fuses), seconds, working_bytes(layer, fuses))
+    work = working_bytes(layer, fuses)
+    return Choice(tape_bytes(layer, fuses), seconds, work, relaid_bytes(layer, fuses))
 
 
 def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:

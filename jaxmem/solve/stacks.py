@@ -31,11 +31,13 @@ class Choice:
       bytes: kept until the layer is reversed.
       seconds: of what is computed again, and of keeping the rest.
       work_bytes: alive besides, while the layer is reversed.
+      loop_bytes: more than that in a loop over layers, whose tapes are one array there.
     """
 
     bytes: int
     seconds: float
     work_bytes: int = 0
+    loop_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,10 @@ def _kept(length: int, choices: Sequence[Choice], loose: int, later: int) -> Ite
     kept = np.array([c.bytes for c in choices], float)
     seconds = np.array([c.seconds for c in choices])
     work = np.array([c.work_bytes for c in choices], float)
-    alone = work.max()  # of a single layer outside of loops, whose tape is part of its work
+    looped = work + np.array([c.loop_bytes for c in choices], float)
+    # Of a single layer outside of loops, whose tape is part of its work.  It has no copies for
+    # loops; but those with such copies were foretold 20 % too small where these did not count.
+    alone = looped.max()
     for tail in (0, 1):  # whether the last layer keeps everything
         rest = length - tail
         if rest < 1:
@@ -142,8 +147,8 @@ def _kept(length: int, choices: Sequence[Choice], loose: int, later: int) -> Ite
         others = rest - count
         below = count * kept[first]
         stored = below + others * kept[second]
-        peak = below + np.where(count > 1, work[first], alone)
-        peak = np.maximum(peak, stored + np.where(others > 1, work[second], 0))
+        peak = below + np.where(count > 1, looped[first], alone)
+        peak = np.maximum(peak, stored + np.where(others > 1, looped[second], 0))
         # Single layers behind the last loop are reversed first.
         ahead = np.where(count > 1, later, 0)
         peak = np.where(others == 1, np.maximum(peak, stored + alone - ahead), peak)
@@ -184,7 +189,7 @@ def _cut(
         again = evaluations(length, lengths)
         for number, choice in enumerate(choices):
             yield Candidate(
-                bytes=carries + outer * choice.bytes + choice.work_bytes,
+                bytes=carries + outer * choice.bytes + choice.work_bytes + choice.loop_bytes,
                 seconds=again * forward_seconds + length * choice.seconds,
                 kind="periodic",
                 lengths=lengths,
