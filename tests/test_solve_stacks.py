@@ -7,6 +7,7 @@ plans of small stacks.
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +102,22 @@ def test_the_fastest_keeps_all_and_the_least_is_less_than_one_carry_a_layer() ->
     assert found[0].bytes == 6400
     assert found[-1].bytes < 64 * 10
     assert any(c.kind == "periodic" for c in found)
+
+
+def test_copies_for_a_loop_are_there_in_loops_over_tapes() -> None:
+    """Not where one layer at a time is computed again, and reversed in the same round."""
+
+    def bytes_by_plan(loop: int) -> dict[Any, int]:
+        choices = [Choice(100, 0.0, 10, loop), Choice(10, 1.0, 20)]
+        found = candidates(8, 1, 1.0, choices)
+        return {(c.runs, c.lengths, c.choice, c.slots): c.bytes for c in found}
+
+    without, copied = bytes_by_plan(0), bytes_by_plan(7)
+    everything = (((8, 0),), (), 0, 0)
+    assert copied[everything] == without[everything] + 7
+    revolve = [plan for plan in copied if plan[-1]]
+    assert revolve
+    assert all(copied[plan] == without[plan] for plan in revolve)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 61, 64, 1000])
