@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import jax
 from jax._src import ad_util, core, effects, source_info_util
 from jax._src.interpreters import batching
+from jax._src.lax import lax as lax_internal
 from jax._src.state.types import RefEffect
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.core.primitives import jit_p, remat_p, scan_p
@@ -227,6 +228,13 @@ def evaluate(
         for atom in last_use.get(index, ()):
             env.pop(atom, None)
     return [read(atom) for atom in wanted]
+
+
+def as_array(value: Any, aval: Aval) -> Any:
+    """A result as `jax.Array`; in a jaxpr scalars that are constant are none."""
+    if isinstance(value, jax.Array):
+        return value
+    return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def evaluate_each(eqns: Sequence[Eqn], given: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -89,7 +89,8 @@ def rewritten(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
 
         arrays = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
         closed = _traced(flat, arrays, choice)
-        outs = iter(evaluate(closed, arrays, choice, _describe(fn)))
+        found = evaluate(closed, arrays, choice, _describe(fn))
+        outs = iter(map(_jax.as_array, found, closed.out_avals))
         out_tree, statics, is_array = static_out
         return jax.tree.unflatten(
             out_tree, [next(outs) if a else s for a, s in zip(is_array, statics, strict=True)]

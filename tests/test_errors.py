@@ -188,6 +188,21 @@ def test_plan_without_a_stack() -> None:
         jaxmem.remat(lambda h: h * 2, Plan.full(5))(H)
 
 
+def test_results_that_are_constant_are_arrays_of_their_types() -> None:
+    def with_constants(ws: jax.Array, h: jax.Array) -> Any:
+        return model(ws, h), jnp.array(0.0), jnp.int32(3), jnp.ones(2), 4.0
+
+    for decorate in (jaxmem.remat_sqrt, jaxmem.remat_full):
+        _, *found = decorate(with_constants)(WEIGHTS, H)
+        _, *expected = with_constants(WEIGHTS, H)
+        for one, other in zip(found[:3], expected[:3], strict=True):
+            assert isinstance(one, jax.Array)
+            assert one.aval == other.aval
+        assert found[3] == 4.0
+        assert isinstance(found[3], float)
+        assert jax.jit(decorate(with_constants))(WEIGHTS, H)[1].mean() == 0
+
+
 def test_names_of_what_is_decorated_have_a_line_and_no_address() -> None:
     class Layer:
         def __call__(self, h: jax.Array) -> jax.Array:

@@ -315,6 +315,11 @@ def test_nothing_differentiated() -> None:
         fit(marked, *specs(), budget="1GiB")
 
 
+def test_nothing_is_planned_where_scans_are_python_loops() -> None:
+    with jax.disable_jit(), pytest.raises(ValueError, match="switch it off around jaxmem.fit"):
+        fit(step, *arrays(), budget="1GiB")
+
+
 @pytest.mark.parametrize("budget", ["", "40 gallons", "GiB", 0, -1, float("nan"), "-3GiB"])
 def test_a_budget_that_is_no_size(budget: Any) -> None:
     with pytest.raises(ValueError, match="size"):

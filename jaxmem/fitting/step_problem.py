@@ -167,6 +167,11 @@ def _devices(ask: Question) -> int:
 
 
 def _nothing_to_plan(program: Program) -> str:
+    if getattr(jax.config, "jax_disable_jit", False):
+        return (
+            "under jax_disable_jit scans are Python loops, in which nothing can be planned; switch "
+            "it off around jaxmem.fit"
+        )
     if program.record.regions:
         return (
             "the step has decorated regions, and differentiates none of them, so that nothing is "
