@@ -31,7 +31,7 @@ from common.compiling import QUICK
 from common.table import Table, versions
 from front import claims, picture, rivals
 from front.rivals import Asked, Rival
-from front.table import FIT, FRONTIER, KINDS, RIVALS, Made, Row, of, refused, table
+from front.table import DOMINATED, FIT, FRONTIER, KINDS, RIVALS, Made, Row, of, refused, table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -198,7 +198,7 @@ def _frontier(options: Options, made: Made, points: int) -> list[Row]:
             FRONTIER,
             str(number),
             point.report,
-            "" if point.pareto else "dominated",
+            "" if point.pareto else DOMINATED,
             refused(point.report),
             predicted_bytes=point.predicted_bytes,
             extra_seconds=point.extra_seconds,

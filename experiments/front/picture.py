@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from front import claims
-from front.table import EQUINOX, FIT, FLAX, FRONTIER, HALIAX, HAND, POLICY, RIVALS, Row
+from front.table import DOMINATED, EQUINOX, FIT, FLAX, FRONTIER, HALIAX, HAND, POLICY, RIVALS, Row
 from jaxmem.show.figure import INK, matplotlib_defaults, new_figure, write
 from jaxmem.show.frontier import label, memory_axes, stairs
 
@@ -60,6 +60,7 @@ def _draw(every: Sequence[Row], axes: Any) -> None:
     def place(row: Row) -> tuple[float, float]:
         return row.required_bytes / unit, row.overhead or 0.0
 
+    rows = [row for row in rows if DOMINATED not in row.note]
     ours = [place(row) for row in rows if row.kind in (FIT, FRONTIER)]
     front = [p for p in ours if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in ours)]
     taken = stairs(axes, sorted(set(front)))

@@ -13,6 +13,7 @@ FLAX, HALIAX, EQUINOX = PEERS = ("flax", "haliax", "equinox")
 RIVALS = (HAND, POLICY, *PEERS)
 KINDS = (*RIVALS, FIT, FRONTIER)
 TOO_LARGE = "too large for the target"
+DOMINATED = "dominated"
 
 # ---------------------------------------------------------------- types
 
