@@ -352,6 +352,23 @@ def test_a_region_around_gradients_is_no_hole() -> None:
         problem(jaxmem.remat_auto(jax.grad(chain)), *arrays())
 
 
+def test_one_layer_of_a_scan_is_no_stack() -> None:
+    block = jaxmem.remat_auto(lambda w, h: jnp.sin(jnp.tanh(h @ w) @ w))
+
+    def model(ws: Any, h: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, w: (h + block(w, h), None), h, ws)[0].sum()
+
+    def microbatched(w: Any, hs: jax.Array) -> jax.Array:
+        """Gradients are taken within the scan."""
+        of_one = jax.grad(lambda w, h: block(w, h).sum())
+        return lax.scan(lambda total, h: (total + of_one(w, h), None), w, hs)[0]
+
+    ws, h = normal(0, 5, D, D), normal(1, B, D)
+    with pytest.warns(jaxmem.NoStackWarning, match=r"<lambda>.* is one layer of a scan of 5, plan"):
+        assert len(problem(jax.jit(jax.grad(model)), ws, h).holes) == 1
+    assert len(problem(microbatched, ws[0], jnp.stack([h, h])).holes) == 1
+
+
 def test_what_is_evaluated_only_is_no_hole() -> None:
     """A step that is told its loss on other data, too: there is nothing to keep for that."""
     model = jaxmem.remat_auto(chain)

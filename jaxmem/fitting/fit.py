@@ -77,6 +77,7 @@ def fit(
 
     Warns:
       jaxmem.JaxmemWarning: the plan is within the budget, and the device has less.
+      jaxmem.NoStackWarning: what is decorated is one layer of a scan, planned by itself.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_auto

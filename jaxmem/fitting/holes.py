@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jaxmem import _jax, tracing
 from jaxmem.fitting.fates import ValueFate, fates
 from jaxmem.fitting.step_plan import HolePlan, input_types
@@ -217,6 +219,24 @@ class Collector(ByLayer):
     roofline: Roofline
     offload: bool
     holes: dict[tuple[str, int], Hole] = dataclasses.field(default_factory=dict)
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)  # of code, by its scope
+
+    def layers_of_scans(self, closed: Any) -> dict[str, int]:
+        """Of the code that was met, by its label, what is a layer of a scan, and of how many.
+
+        What it keeps is kept once for each, which a plan of the code alone knows nothing of.
+        """
+        found: dict[str, int] = {}
+        for eqn in closed.jaxpr.eqns:
+            inner = _jax.all_subjaxprs(eqn)
+            # Where gradients are taken within a scan, it is no more itself a part of them.
+            if _jax.is_scan(eqn) and "jvp(" in str(eqn.source_info.name_stack):
+                scopes = set().union(*map(_scopes, inner))
+                length = _jax.scan_parts(eqn).length
+                found |= {self.labels[scope]: length for scope in scopes if scope in self.labels}
+            for sub in inner:
+                found |= self.layers_of_scans(sub)
+        return found
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""
@@ -234,11 +254,12 @@ class Collector(ByLayer):
                 "must not happen twice, so nothing in it can be computed again; move them out, or "
                 "use jax.debug.callback or jax.pure_callback"
             )
-        inner = tracing.is_inside_layer() or tracing.is_inside_region()
-        with tracing.inside_layer():
+        if tracing.is_inside_layer() or tracing.is_inside_region():
+            return _jax.evaluate(closed, args)
+        scope = f"{_SCOPE}{len(self.labels)}."
+        self.labels[scope] = label
+        with tracing.inside_layer(), jax.named_scope(scope):
             outs = _jax.evaluate(closed, args)
-        if inner:
-            return outs
         return tracing.when_differentiated(outs, lambda: self._straight(Code(closed), label))
 
     def _straight(self, code: Code, label: str) -> None:
@@ -255,6 +276,20 @@ class Collector(ByLayer):
 
 
 # ---------------------------------------------------------------- implementation
+
+
+# What code is traced in the scope of while it is looked at.
+_SCOPE = "jaxmem_code_"
+
+
+def _scopes(closed: Any) -> set[str]:
+    """The scopes of code in a jaxpr."""
+    found: set[str] = set()
+    for eqn in closed.jaxpr.eqns:
+        found.update(re.findall(rf"{_SCOPE}\d+\.", str(eqn.source_info.name_stack)))
+        for sub in _jax.all_subjaxprs(eqn):
+            found |= _scopes(sub)
+    return found
 
 
 def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackHole:

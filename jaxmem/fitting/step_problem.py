@@ -7,7 +7,7 @@ import jax
 
 from jaxmem import targets, tracing
 from jaxmem.advice import where_to_decorate
-from jaxmem.errors import OffloadWarning, warn
+from jaxmem.errors import NoStackWarning, OffloadWarning, warn
 from jaxmem.fitting.fitted import Planned
 from jaxmem.fitting.holes import Collector, Hole
 from jaxmem.fitting.question import Question
@@ -98,6 +98,13 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     collector = Collector(roofline_of(ask.accelerator, cost), allow_offload)
     with tracing.instead(collector):
         program = ask.program()
+    for label, length in collector.layers_of_scans(program.jaxpr).items():
+        warn(
+            f"{label} is one layer of a scan of {length}, planned by itself: what it keeps is kept "
+            f"{length} times, and that is not seen.  Decorate the function with the scan, or scan "
+            "the layer with jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan",
+            NoStackWarning,
+        )
     holes = tuple(collector.holes.values())
     if not holes:
         raise ValueError(_nothing_to_plan(program))
