@@ -221,11 +221,10 @@ def frontier(
                 f"frontier: {number} of {len(chosen)} needs {size(reports[rung].required_bytes)} "
                 f"(foretold {size(foretold[rung])})"
             )
-    costs = [(reports[rung].required_bytes, problem.rungs[rung].seconds) for rung in chosen]
     # Where the compiler computes more again by itself, the plan's seconds are not the program's.
     costs = [
-        (needed, math.inf if rematerialised(reports[rung]) else seconds)
-        for rung, (needed, seconds) in zip(chosen, costs, strict=True)
+        (report.required_bytes, math.inf if rematerialised(report) else problem.rungs[rung].seconds)
+        for rung, report in ((rung, reports[rung]) for rung in chosen)
     ]
     return Frontier(
         tuple(
