@@ -33,6 +33,8 @@ Aval = Any
 
 # The name scope of checkpoints that a policy put around layers.
 PLANNED = "jaxmem_policy"
+# That of checkpoints that a plan put around pieces of code without a scan.
+PIECE = "jaxmem_piece"
 # jax's own name scope of what `jax.checkpoint` computes again.
 RECOMPUTED = "rematted_computation"
 

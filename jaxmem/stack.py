@@ -10,8 +10,8 @@ derivatives go through the nested form of the plan, in plain `jax.checkpoint`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -112,12 +112,19 @@ class Stack:
         plan = self.plan(layer)
         note_plan(self.policy, plan)
         if plan.kind == "none":
-            within = tracing.inside_layer if isinstance(self.policy, ByLayer) else nullcontext
-            with within():
+            with self._as_it_stands():
                 outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
             return outs, used
         return Tangent(self.form, layer, plan).split(args, tangents)
+
+    @contextmanager
+    def _as_it_stands(self) -> Iterator[None]:
+        if not isinstance(self.policy, ByLayer):
+            yield
+            return
+        with tracing.inside_layer(), self.policy.as_it_stands(self):
+            yield
 
     def linear(self, operands: Sequence[bool]) -> "Tangent":
         """The linear part, for the derivative with respect to these operands."""

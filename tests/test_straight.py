@@ -21,7 +21,7 @@ from jax import lax
 from menagerie import assert_close, assert_same, exact_jit
 
 import jaxmem
-from jaxmem import NoStackWarning
+from jaxmem import NoStackWarning, StepPlan
 from jaxmem.roofline import Roofline
 from jaxmem.straight import Chain, Code, Piece, StraightPlan
 
@@ -364,9 +364,127 @@ def test_one_layer_of_a_scan_is_no_stack() -> None:
         return lax.scan(lambda total, h: (total + of_one(w, h), None), w, hs)[0]
 
     ws, h = normal(0, 5, D, D), normal(1, B, D)
-    with pytest.warns(jaxmem.NoStackWarning, match=r"<lambda>.* is one layer of a scan of 5, plan"):
-        assert len(problem(jax.jit(jax.grad(model)), ws, h).holes) == 1
-    assert len(problem(microbatched, ws[0], jnp.stack([h, h])).holes) == 1
+    with pytest.warns(jaxmem.NoStackWarning, match=r"<lambda>.* is one layer of a scan of 5: all"):
+        (hole,) = problem(jax.jit(jax.grad(model)), ws, h).holes
+    assert (hole.times, hole.looped) == (5, 5)
+    (hole,) = problem(microbatched, ws[0], jnp.stack([h, h])).holes
+    assert (hole.times, hole.looped) == (1, 0)
+
+
+def block(w: Any, h: jax.Array) -> jax.Array:
+    first, second = w
+    for _ in range(3):
+        h = h + jax.nn.gelu(h @ first) @ second
+    return h
+
+
+def in_a_loop(block: Any) -> Any:
+    def loss(ws: Any, h: jax.Array) -> jax.Array:
+        for k in range(len(ws[0])):
+            h = block([w[k] for w in ws], h)
+        return jnp.square(h).mean()
+
+    return loss
+
+
+def traced_once(block: Any) -> Any:
+    return in_a_loop(jax.jit(block))
+
+
+def in_a_scan(block: Any) -> Any:
+    def loss(ws: Any, h: jax.Array) -> jax.Array:
+        return jnp.square(lax.scan(lambda h, w: (block(w, h), None), h, ws)[0]).mean()
+
+    return loss
+
+
+def in_a_scan_in_a_scan(block: Any) -> Any:
+    def loss(ws: Any, h: jax.Array) -> jax.Array:
+        inner = lambda h, ws: (lax.scan(lambda h, w: (block(w, h), None), h, ws)[0], None)  # noqa: E731
+        return jnp.square(
+            lax.scan(inner, h, [w.reshape(2, -1, *w.shape[1:]) for w in ws])[0]
+        ).mean()
+
+    return loss
+
+
+ALIKE = [in_a_loop, traced_once, in_a_scan, in_a_scan_in_a_scan]
+
+
+@pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        in_a_loop,
+        in_a_scan,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (traced_once, in_a_scan_in_a_scan)),
+    ],
+)
+def test_of_several_alike_each_can_be_computed_again_whole(calls: Any) -> None:
+    """As `remat_full` does, around each; what all of them keep is foretold."""
+    shapes = jax.ShapeDtypeStruct((6, 64, 256), "f4"), jax.ShapeDtypeStruct((6, 256, 64), "f4")
+    args = shapes, jax.ShapeDtypeStruct((8192, 64), "f4")
+    step = jax.grad(calls(jaxmem.remat_auto(block)))
+    ask = question(step, *args, target="h100-80g")
+    found = problem(step, *args, target="h100-80g")
+    (hole,) = found.holes
+    assert hole.times == 6
+    full = jax.grad(calls(jaxmem.remat_full(block)))
+    most = jaxmem.memory_report(full, *args, target="h100-80g").required_bytes
+    needed = [found.report(ask, rung).required_bytes for rung in (0, -1)]
+    assert needed[1] <= 1.02 * most < needed[0] / 3
+    for foretold, size in zip((found.predicted[0], found.predicted[-1]), needed, strict=True):
+        assert 0.9 * size < foretold < 1.1 * size
+
+
+@pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
+@pytest.mark.parametrize("calls", ALIKE)
+def test_numbers_of_several_alike_under_each_plan(calls: Any) -> None:
+    args = (normal(0, 4, D, 4 * D), normal(1, 4, 4 * D, D)), normal(2, B, D)
+    expected = exact_jit(jax.value_and_grad(calls(block)))(*args)
+    step = jax.value_and_grad(calls(jaxmem.remat_auto(block)))
+    again = False
+    for plan in plans(step, *args, most=3):
+        again |= "computed again whole" in str(plan)
+        with jaxmem.use_plan(StepPlan.from_json(plan.to_json())):
+            assert_close(exact_jit(step)(*args), expected)
+    assert again
+
+
+def test_explain_tells_of_calls_that_share_a_plan() -> None:
+    shapes = jax.ShapeDtypeStruct((6, 64, 256), "f4"), jax.ShapeDtypeStruct((6, 256, 64), "f4")
+    args = shapes, jax.ShapeDtypeStruct((8192, 64), "f4")
+    step = jax.grad(in_a_loop(jaxmem.remat_auto(block)))
+    options: Any = {"target": "h100-80g", "max_compiles": 2, "progress": False}
+    text = str(jaxmem.fit(step, *args, budget="48MiB", **options).explain())
+    assert "1 of them computed again whole; the same for its 6 calls: to plan each by" in text
+    with pytest.raises(jaxmem.BudgetError, match=r"what calls block \(.*: now its 6 calls have"):
+        jaxmem.fit(step, *args, budget="6MiB", **options)
+
+
+def test_stacks_are_counted_as_often_as_they_run() -> None:
+    ws, h = normal(0, 2, 3, D, D), normal(1, B, D)
+    stack = jaxmem.remat_auto(
+        lambda ws, h: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, ws)[0]
+    )
+    jitted = jax.jit(stack)
+
+    def scanned(ws: Any, h: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, w: (stack(w, h), None), h, ws)[0].sum()
+
+    def called(ws: Any, h: jax.Array) -> jax.Array:
+        return jitted(ws[1], jitted(ws[0], h)).sum()
+
+    def apart(ws: Any, h: jax.Array) -> jax.Array:
+        return stack(ws[1], stack(ws[0], h)).sum()
+
+    kept = []
+    for loss in (scanned, called, apart):
+        found = problem(jax.grad(loss), ws, h)
+        (hole,) = found.holes
+        assert hole.times == 2
+        kept.append(found.rungs[0].kept_bytes)
+    assert kept[1] == kept[2] <= kept[0]
 
 
 def test_what_is_evaluated_only_is_no_hole() -> None:

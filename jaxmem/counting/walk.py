@@ -86,7 +86,11 @@ class _Walker:
         found = self.marks.get(stack)
         if found is None:
             text = str(stack)
-            found = _jax.RECOMPUTED in text, _jax.PLANNED in text, "transpose(" in text
+            found = (
+                _jax.RECOMPUTED in text,
+                _jax.PLANNED in text or _jax.PIECE in text,
+                "transpose(" in text,
+            )
             self.marks[stack] = found
         return found
 

@@ -44,8 +44,10 @@ def fit(
     whose policy then holds only where no plan does): which values of each layer are kept,
     which are computed again, how stacks are cut.  The budget is for the whole device, and
     kept if the compiled program's `required_bytes` is within it.  The larger the budget, the
-    less is computed again.  In code without a scan max-poolings are reversed, on GPUs, by kernels
-    that need less than XLA's own: to the same numbers.
+    less is computed again.  Regions that compute the same (one block, called again and again) have
+    the same plan: decorate what calls them to have each planned by itself.  In code without a scan
+    max-poolings are reversed, on GPUs, by kernels that need less than XLA's own: to the same
+    numbers.
 
     Args:
       step: a function that differentiates its stacks: a train step, a value_and_grad.
@@ -77,7 +79,7 @@ def fit(
 
     Warns:
       jaxmem.JaxmemWarning: the plan is within the budget, and the device has less.
-      jaxmem.NoStackWarning: what is decorated is one layer of a scan, planned by itself.
+      jaxmem.NoStackWarning: what is decorated is one layer of a scan: all get the same plan.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_auto

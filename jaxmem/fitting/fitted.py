@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmem.fitting.fates import ValueFate
-from jaxmem.fitting.holes import Hole
+from jaxmem.fitting.holes import Hole, StackHole
 from jaxmem.fitting.step_plan import StepPlan, following
 from jaxmem.report import MemoryReport
 from jaxmem.solve.stacks import Candidate
@@ -144,7 +144,13 @@ def _head(planned: Planned) -> str:
     plan = planned.hole.plan(planned.candidate).plan
     text = str(plan).split("\n", 1)[0]
     times = planned.hole.times
-    return f"  {text}" + (f"; {times} such stacks" if times > 1 else "")
+    if times == 1:
+        return f"  {text}"
+    if isinstance(planned.hole, StackHole):
+        return f"  {text}; {times} such stacks"
+    return (
+        f"  {text}; the same for its {times} calls: to plan each by itself, decorate what calls it"
+    )
 
 
 def _lines(rows: list[ValueFate]) -> list[str]:

@@ -1,24 +1,21 @@
-"""What of a step can be planned: its decorated regions, met while the step is traced.
+"""What of a step can be planned: its decorated regions, and the plans that there are for each.
 
 A region is met when it is differentiated: only then is anything kept for a backward pass, and is
 it known what that reads.  Options are found right there, where the axes of a `shard_map` around it
-are known.  Regions that compute the same are one hole, met several
-times.
+are known.  Regions that compute the same are one hole, which has one plan.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
-from jaxmem import _jax, tracing
+from jaxmem import _jax
 from jaxmem.fitting.fates import ValueFate, fates
 from jaxmem.fitting.step_plan import HolePlan, input_types
 from jaxmem.layer import Layer, nbytes
 from jaxmem.plan import Plan
-from jaxmem.policies import ByLayer
 from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.problem import Graph
 from jaxmem.reversal import (
@@ -47,7 +44,7 @@ class Hole:
       digest, inputs, where: see `HolePlan`.
       param_bytes: of gradients that have to be there all at once, stacked.
       param_copies: bytes of copies of parameters that a compiler makes for its loops.
-      met: what tells the regions of the step that this is from each other.
+      uses: the regions of the step that this is: of each the lengths of the scans around it.
       shards: on how many devices it runs side by side, each with arrays of its own.
     """
 
@@ -56,13 +53,27 @@ class Hole:
     where: str
     param_bytes: int
     param_copies: int = 0
-    met: list[Any]
+    uses: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     shards: int = dataclasses.field(default_factory=_jax.shards)
 
     @property
     def times(self) -> int:
-        """How many regions of the step this is."""
-        return len(self.met)
+        """How often the step runs it."""
+        return sum(map(math.prod, self.uses))
+
+    @property
+    def looped(self) -> int:
+        """How many times one after the other scans around it run it; 0 where there are none."""
+        return max((math.prod(use) for use in self.uses if use), default=0)
+
+    @property
+    def copies(self) -> int:
+        """How often what it keeps is there besides.
+
+        Of one turn it is there before a scan has stacked it, and of that scan before one around it.
+        """
+        turns = (sum(math.prod(use[k + 1 :]) for k in range(len(use))) for use in self.uses)
+        return max(turns, default=0)
 
     def candidates(self, later_bytes: int) -> tuple[Candidate, ...]:
         """The plans that no other beats in bytes and seconds, fastest first.
@@ -114,7 +125,8 @@ class StackHole(Hole):
             self.carry_bytes,
             self.forward_seconds,
             self.choices,
-            self.loose_bytes,
+            # In a scan a single layer is in a loop, too.
+            None if self.looped else self.loose_bytes,
             later_bytes,
         )
 
@@ -156,17 +168,21 @@ class StraightHole(Hole):
     """Code without a stack.
 
     Attributes:
-      found: its candidates.
       chain: the code, cut into links.
       values: of each stretch, by its layer's digest, the values by place.
     """
 
-    found: tuple[Candidate, ...]
     chain: Chain
     values: dict[str, tuple[LayerValue, ...]]
+    _plans: dict[Candidate, Steps] = dataclasses.field(default_factory=dict)
 
     def candidates(self, later_bytes: int) -> tuple[Candidate, ...]:
-        return self.found
+        found = self.chain.plans(self.times, bool(self.looped))
+        self._plans.update(
+            (Candidate(bytes=one.bytes, seconds=one.seconds, kept_bytes=one.kept_bytes), one.steps)
+            for one in found
+        )
+        return tuple(self._plans)
 
     def plan(self, candidate: Candidate) -> HolePlan:
         plan = self.chain.plan(self._steps(candidate))
@@ -207,92 +223,13 @@ class StraightHole(Hole):
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
 
     def _steps(self, candidate: Candidate) -> Steps:
-        plan = self.chain.table.plan(candidate.bytes)
-        assert plan is not None  # it is one of the table's
-        return plan.steps
+        return self._plans[candidate]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Collector(ByLayer):
-    """The policy of every decorated region while its step is looked at: notes the holes."""
-
-    roofline: Roofline
-    offload: bool
-    holes: dict[tuple[str, int], Hole] = dataclasses.field(default_factory=dict)
-    labels: dict[str, str] = dataclasses.field(default_factory=dict)  # of code, by its scope
-
-    def layers_of_scans(self, closed: Any) -> dict[str, int]:
-        """Of the code that was met, by its label, what is a layer of a scan, and of how many.
-
-        What it keeps is kept once for each, which a plan of the code alone knows nothing of.
-        """
-        found: dict[str, int] = {}
-        for eqn in closed.jaxpr.eqns:
-            inner = _jax.all_subjaxprs(eqn)
-            # Where gradients are taken within a scan, it is no more itself a part of them.
-            if _jax.is_scan(eqn) and "jvp(" in str(eqn.source_info.name_stack):
-                scopes = set().union(*map(_scopes, inner))
-                length = _jax.scan_parts(eqn).length
-                found |= {self.labels[scope]: length for scope in scopes if scope in self.labels}
-            for sub in inner:
-                found |= self.layers_of_scans(sub)
-        return found
-
-    def plan_for(self, stack: Any, layer: Layer) -> None:
-        """Note a stack; it keeps everything."""
-        key = layer.digest, stack.form.length
-        if key not in self.holes:
-            self.holes[key] = _stack_hole(stack, layer, self.roofline, self.offload)
-        elif not any(stack is known for known in self.holes[key].met):
-            self.holes[key].met.append(stack)
-
-    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
-        """Note code without a stack; it runs as it stands."""
-        if not _jax.can_be_recomputed(closed):
-            raise ValueError(
-                f"{label} has side effects (io_callback, ordered callbacks, writes to a Ref) that "
-                "must not happen twice, so nothing in it can be computed again; move them out, or "
-                "use jax.debug.callback or jax.pure_callback"
-            )
-        if tracing.is_inside_layer() or tracing.is_inside_region():
-            return _jax.evaluate(closed, args)
-        scope = f"{_SCOPE}{len(self.labels)}."
-        self.labels[scope] = label
-        with tracing.inside_layer(), jax.named_scope(scope):
-            outs = _jax.evaluate(closed, args)
-        return tracing.when_differentiated(outs, lambda: self._straight(Code(closed), label))
-
-    def _straight(self, code: Code, label: str) -> None:
-        key = code.digest, len(code)
-        if not len(code):
-            return  # nothing is computed, and nothing kept
-        if key not in self.holes:
-            self.holes[key] = _straight_hole(code, label, self.roofline, self.offload)
-        else:
-            self.holes[key].met.append(code)
-
-    def __str__(self) -> str:
-        return "looked at by jaxmem.fit"
+# ---------------------------------------------------------------- API
 
 
-# ---------------------------------------------------------------- implementation
-
-
-# What code is traced in the scope of while it is looked at.
-_SCOPE = "jaxmem_code_"
-
-
-def _scopes(closed: Any) -> set[str]:
-    """The scopes of code in a jaxpr."""
-    found: set[str] = set()
-    for eqn in closed.jaxpr.eqns:
-        found.update(re.findall(rf"{_SCOPE}\d+\.", str(eqn.source_info.name_stack)))
-        for sub in _jax.all_subjaxprs(eqn):
-            found |= _scopes(sub)
-    return found
-
-
-def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackHole:
+def stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackHole:
     length = stack.form.length
     fuses = roofline.fuses_operands
     graph = graph_of(layer, roofline, offload)
@@ -322,7 +259,6 @@ def _stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> 
         graph=graph,
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
         param_copies=param_copies(layer, length, fuses),
-        met=[stack],
     )
 
 
@@ -331,15 +267,8 @@ def _choice(layer: Layer, seconds: float, fuses: bool) -> Choice:
     return Choice(tape_bytes(layer, fuses), seconds, work, relaid_bytes(layer, fuses))
 
 
-def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:
+def straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:
     chain = Chain(code, roofline, offload)
-    # While a link is reversed its gradient and working space are alive beside what is kept.
-    singles = [chain.stretches[k, k + 1].link for k in range(len(chain))]
-    working = max(link.gradient_bytes + link.options[0].work_bytes for link in singles)
-    found = [
-        Candidate(bytes=size, seconds=seconds, kept_bytes=max(size - working, 0))
-        for size, seconds in chain.table.frontier()
-    ]
     known: dict[str, tuple[LayerValue, ...]] = {}
     for stretch in chain.stretches.values():
         layer = stretch.layer
@@ -349,12 +278,13 @@ def _straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) ->
         digest=code.digest,
         inputs=tuple(aval.str_short() for aval in code.closed.in_avals),
         where=re.sub(r"\(.*[/\\]", "(", label),  # the file's name alone
-        found=tuple(reversed(found)),
         param_bytes=0,  # one by one such gradients go into their update
-        met=[code],
         chain=chain,
         values=known,
     )
+
+
+# ---------------------------------------------------------------- implementation
 
 
 def _kept(steps: Sequence[Kept | Again]) -> list[Kept]:

@@ -41,8 +41,8 @@ def shortfall(
         f"pass, {size(working)} one layer's working set, up to {size(gradients)} gradients"
     )
     lines.append("What would help:")
-    straight = any(isinstance(hole, StraightHole) for hole in problem.holes)
-    hints = _hints(report, budget, fixed, ask, offload, straight)
+    code = [hole for hole in problem.holes if isinstance(hole, StraightHole)]
+    hints = _hints(report, budget, fixed, ask, offload, code)
     return "\n".join([*lines, *(f"  - {hint}" for hint in hints)])
 
 
@@ -50,7 +50,7 @@ def shortfall(
 
 
 def _hints(
-    report: MemoryReport, budget: int, fixed: int, ask: Any, offload: bool, straight: bool
+    report: MemoryReport, budget: int, fixed: int, ask: Any, offload: bool, code: list[StraightHole]
 ) -> list[str]:
     hints = []
     own = report.output_bytes - report.alias_bytes
@@ -77,7 +77,13 @@ def _hints(
             f"the arguments and results alone need {size(fixed)}: smaller parameters or optimizer "
             "state (bfloat16, adafactor), or more devices that share them"
         )
-    if report.platform == "cpu" and straight:
+    hints += [
+        f"decorate what calls {hole.where} in its place: now its {hole.times} calls have the same "
+        "plan, and cannot be cut into segments"
+        for hole in code
+        if hole.times > 1
+    ]
+    if report.platform == "cpu" and not all(hole.looped for hole in code):
         hints.append(
             "name an accelerator as the target: of code outside of scans the cpu compiler finds "
             "again what it has computed before, so that no plan saves anything there"

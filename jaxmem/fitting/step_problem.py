@@ -8,8 +8,9 @@ import jax
 from jaxmem import targets, tracing
 from jaxmem.advice import where_to_decorate
 from jaxmem.errors import NoStackWarning, OffloadWarning, warn
+from jaxmem.fitting.collector import Collector
 from jaxmem.fitting.fitted import Planned
-from jaxmem.fitting.holes import Collector, Hole
+from jaxmem.fitting.holes import Hole, StraightHole
 from jaxmem.fitting.question import Question
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.layer import nbytes
@@ -98,20 +99,22 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     collector = Collector(roofline_of(ask.accelerator, cost), allow_offload)
     with tracing.instead(collector):
         program = ask.program()
-    for label, length in collector.layers_of_scans(program.jaxpr).items():
-        warn(
-            f"{label} is one layer of a scan of {length}, planned by itself: what it keeps is kept "
-            f"{length} times, and that is not seen.  Decorate the function with the scan, or scan "
-            "the layer with jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan",
-            NoStackWarning,
-        )
+    collector.count(program.jaxpr)
     holes = tuple(collector.holes.values())
+    for hole in holes:
+        if isinstance(hole, StraightHole) and hole.looped:
+            warn(
+                f"{hole.where} is one layer of a scan of {hole.looped}: all of them get the same "
+                "plan, and the scan is not cut.  Decorate the function with the scan, or scan the "
+                "layer with jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan",
+                NoStackWarning,
+            )
     if not holes:
         raise ValueError(_nothing_to_plan(program))
     fixed, gradients = _others(program, sum(hole.param_bytes * hole.times for hole in holes))
     candidates = tuple(hole.candidates(min(gradients, hole.param_bytes)) for hole in holes)
     options = [
-        [_several(candidate, hole.times, hole.shards) for candidate in own]
+        [_several(candidate, hole) for candidate in own]
         for hole, own in zip(holes, candidates, strict=True)
     ]
     # Of several regions of one hole the copies are made one after the other.
@@ -142,13 +145,14 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     )
 
 
-def _several(candidate: Candidate, times: int, shards: int) -> Candidate:
-    """A candidate for as many stacks as share it, one after the other, on so many devices."""
-    if times == shards == 1:
+def _several(candidate: Candidate, hole: Hole) -> Candidate:
+    """A candidate for all regions that share it, one after the other, on all devices."""
+    times, shards, copies = hole.times, hole.shards, hole.copies
+    if times == shards == 1 and not copies:
         return candidate
     return dataclasses.replace(
         candidate,
-        bytes=shards * (candidate.bytes + (times - 1) * candidate.kept_bytes),
+        bytes=shards * (candidate.bytes + (times - 1 + copies) * candidate.kept_bytes),
         kept_bytes=shards * times * candidate.kept_bytes,
         seconds=times * candidate.seconds,
     )

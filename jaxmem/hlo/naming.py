@@ -173,8 +173,8 @@ _BRANCH = re.compile(r"branch_\d+_fun")
 _WORDS = _words(
     """
     body call_exported checkpoint closed_call cond core_call custom_jvp_call custom_lin
-    custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr jaxmem_policy named pjit remat remat2
-    rematted_computation scan shard_map transpose while
+    custom_vjp_call custom_vjp_call_jaxpr eval_jaxpr jaxmem_piece jaxmem_policy named pjit remat
+    remat2 rematted_computation scan shard_map transpose while
     """
 )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 
@@ -33,6 +34,10 @@ class ByLayer(Policy):
           layer: its layer, taken apart for what is differentiated.
         """
         raise NotImplementedError
+
+    def as_it_stands(self, stack: Any) -> AbstractContextManager[None]:
+        """While open, a stack that keeps everything is differentiated; for those who take note."""
+        return nullcontext()
 
     def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """The results of decorated code that has no stack.

@@ -1,7 +1,7 @@
 """Straight-line code as the chain that solvers know: links with options, and plans back again."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
@@ -9,9 +9,11 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.layer import Layer, nbytes
 from jaxmem.policies import Sqrt
+from jaxmem.reversal import tape_bytes
 from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import (
     Again,
+    ChainPlan,
     ChainTable,
     Kept,
     Link,
@@ -30,6 +32,17 @@ _LOOKS = 200
 # ---------------------------------------------------------------- types
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldPlan(ChainPlan):
+    """A plan of a chain, and what it holds when the forward pass is done.
+
+    Attributes:
+      kept_bytes: of `bytes`, so much.
+    """
+
+    kept_bytes: int = 0
+
+
 class Chain:
     """Code cut into links, each with its options, and several of them as one with options too.
 
@@ -39,7 +52,7 @@ class Chain:
     Attributes:
       code, cuts: what was cut, and where.
       stretches: of each link, by its number and that behind it, and of several as one.
-      table: the plans that no other beats in bytes and seconds.
+      found: plans, among them all that no other one known beats in bytes and seconds.
 
     Args:
       points: how many options of a link are looked for besides the corners of its hull, which
@@ -72,7 +85,7 @@ class Chain:
         single = [links.pop((k, k + 1)) for k in range(len(self))]
         self._single, self._wide = single, links
         table = solve_chain(single, slots=200, carried=self._carried, wide=links)
-        self.table = self._looked_at_again(table)
+        self.found = tuple(self._looked_at_again(table))
 
     def __len__(self) -> int:
         """How many links there are."""
@@ -81,6 +94,26 @@ class Chain:
     def stretch(self, kept: Kept) -> Stretch:
         """What is kept."""
         return self.stretches[kept.link, kept.after]
+
+    def plans(self, times: int = 1, looped: bool = False) -> list[HeldPlan]:
+        """Plans that no other one known beats in bytes and seconds, fastest first.
+
+        Args:
+          times: how many pieces of code this is, one after the other.  Of several all of one can be
+            computed again, too, from what the one before it gives.
+          looped: whether these are the layers of a scan.
+        """
+        ways = list(self.found)
+        if times > 1:
+            ways += [self._again(plan) for plan in self.found]
+        plans = [self._held(plan, times > 1, looped) for plan in ways]
+        sizes = [plan.bytes + (times - 1) * plan.kept_bytes for plan in plans]
+        best: list[HeldPlan] = []
+        for at in sorted(range(len(plans)), key=lambda at: (sizes[at], plans[at].seconds)):
+            # Sums of the same seconds in another order differ in the last digits.
+            if not best or plans[at].seconds < best[-1].seconds * (1 - 1e-12):
+                best.append(plans[at])
+        return best[::-1]
 
     def plan(self, steps: Sequence[Kept | Again]) -> StraightPlan:
         """A plan of the chain as one of the code."""
@@ -103,18 +136,49 @@ class Chain:
         shift = first - _first(stretch.layer)
         return Piece(first, last, tuple(k + shift for k in kept), tuple(k + shift for k in sent))
 
-    def _looked_at_again(self, table: ChainTable) -> ChainTable:
+    def _again(self, plan: ChainPlan) -> ChainPlan:
+        """All of it computed again, from what it is given, and then under this plan."""
+        steps = (Again(0, len(self), plan.steps),)
+        forward = sum(link.seconds for link in self._single)
+        return ChainPlan(self._needed(steps), plan.seconds + forward, steps)
+
+    def _held(self, plan: ChainPlan, several: bool, looped: bool) -> HeldPlan:
+        """A plan with what it holds.
+
+        Args:
+          several: whether the results are the inputs of another such piece of code.
+          looped: whether these are the layers of a scan, which stacks what they hold.
+        """
+        jaxpr = self.code.closed.jaxpr
+        given = {*jaxpr.invars, *jaxpr.constvars}
+        results = {var for var in jaxpr.outvars if _jax.is_var(var)} - given if several else set()
+        held: set[Any] = set()
+        bytes = sum(nbytes(var.aval) for var in results)
+        before = bytes if several else 0  # what it is given, by one that was before
+        for step in plan.steps:
+            if isinstance(step, Again):
+                held |= set(self.code.reads(self.cuts[step.first], self.cuts[step.last]))
+                continue
+            stretch = self.stretch(step)
+            if looped and stretch.keeps[step.option] is None:
+                bytes += tape_bytes(stretch.layer, stretch.fuses_operands)
+                continue
+            stored, values = self._stored(step), stretch.layer.values
+            held |= set(stored.values())
+            inner = (place for place in stretch.places[step.option] if place not in stored)
+            bytes += sum(nbytes(values[place].aval) for place in inner)
+        bytes += sum(nbytes(var.aval) for var in held - given - results)
+        return HeldPlan(plan.bytes + before, plan.seconds, plan.steps, bytes)
+
+    def _looked_at_again(self, table: ChainTable) -> Iterator[ChainPlan]:
         """The plans of a table, with what each needs as it will be run."""
         plans = [plan for size, _ in table.frontier() if (plan := table.plan(size)) is not None]
-        found: list[tuple[int, float, Steps]] = [(p.bytes, p.seconds, p.steps) for p in plans]
         if whole := self._wide.get((0, len(self))):
             # In the table plans in several parts, which only now turn out to need more, beat these.
             options = enumerate(whole.options)
-            found += [(0, one.seconds, (Kept(0, k, len(self)),)) for k, one in options]
-        return ChainTable(
-            (max(bytes, self._needed(steps)), seconds, lambda steps=steps: steps)
-            for bytes, seconds, steps in found
-        )
+            plans += [ChainPlan(0, one.seconds, (Kept(0, k, len(self)),)) for k, one in options]
+        for plan in plans:
+            yield dataclasses.replace(plan, bytes=max(plan.bytes, self._needed(plan.steps)))
 
     def _needed(self, steps: Steps) -> int:
         """Bytes alive at the worst moment, with what the dynamic program does not see."""
@@ -180,11 +244,8 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, StraightPlan] | No
         return None
     chain = Chain(code, _ANY, points=0)
     forward = sum(chain.stretches[k, k + 1].link.seconds for k in range(len(chain)))
-    within = [
-        size for size, seconds in chain.table.frontier() if seconds <= policy.levels * forward
-    ]
-    best = chain.table.plan(min(within)) if within else None
-    return None if best is None else (code, chain.plan(best.steps))
+    within = [plan for plan in chain.plans() if plan.seconds <= policy.levels * forward]
+    return (code, chain.plan(within[-1].steps)) if within else None
 
 
 # ---------------------------------------------------------------- implementation

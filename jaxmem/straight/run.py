@@ -83,7 +83,7 @@ def _function(code: Code, piece: Piece) -> Any:
             _run(code, piece.inner, values)
             return [values[var] for var in code.gives(piece.first, piece.last)]
 
-        return jax.checkpoint(again)
+        return _by_plan(jax.checkpoint(again))
 
     def straight(*given: Any) -> list[Any]:
         return code.run(piece.first, piece.last, given)
@@ -91,6 +91,14 @@ def _function(code: Code, piece: Piece) -> Any:
     if piece.keep is None:
         return straight
     return _kept(code, piece)
+
+
+def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def run(*given: Any) -> list[Any]:
+        with jax.named_scope(_jax.PIECE):
+            return again(*given)
+
+    return run
 
 
 def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
