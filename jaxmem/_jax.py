@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Protocol
 
 import jax
-from jax._src import ad_util, core, effects, source_info_util
+from jax._src import ad_util, checkify, core, effects, source_info_util
 from jax._src.interpreters import batching
 from jax._src.lax import lax as lax_internal
 from jax._src.state.types import RefEffect
@@ -499,6 +499,10 @@ class Differentiable(Protocol):
     @property
     def effects(self) -> Any: ...
 
+    def unplanned(self, outs: Sequence[Any]) -> list[Any]:
+        """The results of its plain scan, if that is what will be differentiated."""
+        ...
+
 
 class Linear(Protocol):
     """What `tangent_p` carries: a linear map given its residuals.  Hashed by identity."""
@@ -617,6 +621,18 @@ def _stack_batch(
 
 
 batching.fancy_primitive_batchers[stack_p] = _stack_batch
+
+
+def _stack_checkify(
+    error: Any, enabled: Any, *args: Any, stack: Differentiable
+) -> tuple[Any, list[Any]]:
+    closed = trace(lambda *args: stack.run(args), list(map(core.typeof, args)))
+    error, outs = checkify.checkify_jaxpr(closed, enabled, error, *args)
+    return error, stack.unplanned(outs)
+
+
+# Where jax keeps its rules elsewhere, the stack is evaluated without checks.
+getattr(checkify, "error_checks", {})[stack_p] = _stack_checkify
 
 
 def _tangent_run(*args: Any, linear: Linear) -> list[Any]:

@@ -17,6 +17,8 @@ from jaxmem.policies import Either, FromJax, LayerPolicy, Offload, Policy
 from jaxmem.problem import Problem
 from jaxmem.stack import Stack
 
+_EFFECTS = "io_callback, ordered callbacks, a Ref that is read or written"
+
 
 def stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
     """That the policy can be applied to this stack.
@@ -36,10 +38,22 @@ def stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
             raise ValueError(f"{info}: {error}") from None
     if not _jax.can_be_recomputed(_jax.scan_parts(eqn).body):
         raise ValueError(
-            f"{info}: the layer has side effects (io_callback, ordered callbacks, writes to a Ref) "
-            "that must not happen twice, so it cannot be computed again; move them out of the "
-            "layer, use jax.debug.callback or jax.pure_callback, or leave the stack out with where="
+            f"{info}: the layer has side effects ({_EFFECTS}) that must not happen twice, so it "
+            "cannot be computed again; move them out of the layer, use jax.debug.callback or "
+            "jax.pure_callback, or leave the stack out with where="
         )
+
+
+def code(label: str) -> None:
+    """That code without a stack can be computed again; called where it cannot.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError(
+        f"{label} has side effects ({_EFFECTS}) that must not happen twice, so nothing in it can "
+        "be computed again; move them out, or use jax.debug.callback or jax.pure_callback"
+    )
 
 
 def names(stacks: Sequence[Stack], whole: ClosedJaxpr, policy: Policy | Plan) -> None:

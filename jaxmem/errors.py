@@ -78,6 +78,19 @@ def check_positive(what: str, value: Any) -> int:
     return number
 
 
+def check_flags(**flags: Any) -> None:
+    """That each of these is True or False.
+
+    Raises:
+      TypeError: one is not.
+    """
+    for what, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"{what} must be True or False, got {value!r} of type {type(value).__name__}"
+            )
+
+
 def check_segments(segments: int | Sequence[int] | None, levels: int) -> tuple[int, ...]:
     """The number of segments at each level that is given one.
 

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, tracing
@@ -419,9 +420,26 @@ def differentiated(
 
 
 def _reached(closed: ClosedJaxpr, ins: Sequence[bool]) -> list[bool]:
-    jaxpr = closed.jaxpr
-    reached = {var for var, flag in zip(jaxpr.invars, ins, strict=True) if flag}
-    for eqn in jaxpr.eqns:
-        if any(not _jax.is_literal(atom) and atom in reached for atom in eqn.invars):
-            reached.update(var for var in eqn.outvars if _jax.has_tangent(var.aval))
-    return [not _jax.is_literal(atom) and atom in reached for atom in jaxpr.outvars]
+    """Which results have a tangent that is not known to be zero, as behind a `stop_gradient`."""
+    found = [False] * len(closed.out_avals)
+    outs = jax.custom_jvp(lambda *values: list(values))
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        found[:] = (not isinstance(tangent, SymbolicZero) for tangent in tangents)
+        return list(primals), list(tangents)
+
+    outs.defjvp(rule, symbolic_zeros=True)
+
+    def run(*args: Any) -> Any:
+        def active(*diff: Any) -> list[Any]:
+            given = iter(diff)
+            full = [next(given) if flag else arg for flag, arg in zip(ins, args, strict=True)]
+            return outs(*_jax.evaluate(closed, full))
+
+        diff = [arg for flag, arg in zip(ins, args, strict=True) if flag]
+        return jax.jvp(active, diff, list(map(_jax.zeros_like, diff)))
+
+    if any(ins):
+        with tracing.inside_layer():
+            _jax.trace(run, closed.in_avals)
+    return found

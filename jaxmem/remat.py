@@ -176,7 +176,8 @@ def remat_auto(target: Any = None, **options: Any) -> Any:
     """Mark what `jaxmem.fit` is to plan; the plan says then what is kept.
 
     Until there is one everything is kept, with a warning.  The other decorators mark their
-    stacks as well: their policy is what holds without a plan.
+    stacks as well: their policy is what holds without a plan.  What is marked is planned as a
+    whole, so mark the model and not its block: the calls of a block all have one plan.
 
     >>> import jaxmem
     >>> @jaxmem.remat_auto

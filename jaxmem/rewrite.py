@@ -117,6 +117,9 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
             if choice.policy is own:
                 check.spent(found.stacks, own, label)
             return _jax.evaluate(closed, args)  # planned already, by a decorator further in
+        if not _jax.can_be_recomputed(closed):
+            outs = _jax.evaluate(closed, args)
+            return tracing.when_differentiated(outs, lambda: check.code(label))
         if isinstance(choice.policy, ByLayer):
             return choice.policy.run_straight(closed, args, label)
         if isinstance(choice.policy, Sqrt) and not found.stacks:

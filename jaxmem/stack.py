@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmem import _jax, tracing
 from jaxmem.choose import choose
+from jaxmem.errors import NoEffectWarning, warn
 from jaxmem.execute import (
     NOWHERE,
     Form,
@@ -71,6 +72,18 @@ class Stack:
     @property
     def effects(self) -> Any:
         return self.form.body.jaxpr.effects
+
+    def unplanned(self, outs: Sequence[Any]) -> list[Any]:
+        """Results of the plain scan; warns when and if that is differentiated."""
+        what = self.info or "a stack"
+        return tracing.when_differentiated(
+            outs,
+            lambda: warn(
+                f"{what}: what checkify has rewritten is differentiated as it stands, everything "
+                "kept; put checkify around the gradient, not the gradient around checkify",
+                NoEffectWarning,
+            ),
+        )
 
     def batched(
         self, batch: Callable[..., Any], flags: Sequence[bool]

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from menagerie import MODELS, assert_close, assert_same, differentiate, exact_jit
@@ -621,6 +622,31 @@ def test_export(policy: Any) -> None:
         jax.jit(jax.value_and_grad(exported.call, (0, 1)))(*args),
         jax.jit(jax.value_and_grad(loss, (0, 1)))(*args),
     )
+
+
+@each_policy
+def test_checkify(policy: Any) -> None:
+    def checked(w: jax.Array, h: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> Any:
+            checkify.check(h.sum() < 30, "large: {}", h.sum())
+            return jnp.log(h @ w), None
+
+        return lax.scan(layer, h, w)[0].sum()
+
+    def said(fn: Callable[..., Any], scale: float) -> str | None:
+        run = checkify.checkify(fn, checkify.user_checks | checkify.nan_checks)
+        return jax.jit(run)(jnp.stack([jnp.eye(D)] * N) * scale, jnp.ones((B, D)))[0].get()
+
+    decorated = jaxmem.remat(checked, policy)
+    for scale in (1.0, 8.0):  # a NaN; a check of the user's
+        assert said(decorated, scale) == said(checked, scale) is not None
+    assert "nan" in str(said(jax.grad(decorated), 1.0))
+
+
+def test_gradients_of_what_checkify_has_rewritten_say_that_all_is_kept() -> None:
+    checked = checkify.checkify(jaxmem.remat(lambda w, h: loss(w, h), "sqrt", segments=3))
+    with pytest.warns(jaxmem.NoEffectWarning, match="put checkify around the gradient"):
+        jax.grad(lambda *args: checked(*args)[1])(*make())
 
 
 def test_linear_transpose() -> None:

@@ -50,6 +50,23 @@ def test_unused_ys_do_not_reach_the_gradient(policy: Any) -> None:
     chex.assert_trees_all_close(grads, jax.jit(jax.grad(sown, (0, 1)))(W, X), rtol=1e-6)
 
 
+@each_policy
+def test_forward_mode_stops_where_a_gradient_is_stopped(policy: Any) -> None:
+    """A carry that starts at an infinite derivative, and none of whose values has a tangent."""
+
+    def stopped(w: jax.Array, x: jax.Array) -> jax.Array:
+        def with_state(carry: Any, w: jax.Array) -> Any:
+            h, state = carry
+            return (jnp.tanh(h @ w) + jnp.sqrt(state), lax.stop_gradient(state + 0 * h.sum())), None
+
+        return lax.scan(with_state, (x, jnp.zeros(())), w)[0][0].sum()
+
+    def along(fn: Any) -> Any:
+        return jax.jvp(lambda x: fn(W, x), (X,), (X,))
+
+    chex.assert_trees_all_close(along(jaxmem.remat(stopped, policy)), along(stopped), rtol=1e-6)
+
+
 def test_unused_ys_cost_no_memory() -> None:
     def temporaries(policy: Any) -> int:
         def loss(w: jax.Array, x: jax.Array) -> jax.Array:

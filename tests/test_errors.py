@@ -258,6 +258,28 @@ def test_effects_that_must_not_happen_twice() -> None:
     says(error, "side effects", "cannot be computed again", "stack 0: 5 layers")
 
 
+@pytest.mark.parametrize(
+    "decorator",
+    [jaxmem.remat_full, jaxmem.remat_sqrt, jaxmem.remat_dots, lambda f: jaxmem.remat(f, "revolve")],
+)
+def test_side_effects_in_code_without_a_stack(decorator: Any) -> None:
+    seen = []
+
+    @decorator
+    def noisy(h: jax.Array) -> jax.Array:
+        for _ in range(6):
+            h = jnp.tanh(jnp.sin(h) @ jnp.ones((4, 4)))
+        io_callback(seen.append, None, jax.lax.stop_gradient(h))
+        return h.sum()
+
+    noisy(jnp.ones((3, 4)))  # evaluated it is what it is
+    jax.effects_barrier()
+    assert len(seen) == 1
+    with pytest.raises(ValueError) as error:
+        jax.grad(noisy)(jnp.ones((3, 4)))
+    says(error, "noisy (", "has side effects", "nothing in it can be computed again", "io_callback")
+
+
 # ---------------------------------------------------------------- scan
 
 

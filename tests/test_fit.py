@@ -339,6 +339,17 @@ def test_options_that_mean_nothing(options: Any, text: str) -> None:
         fit(step, *specs(), budget="1GiB", **options)
 
 
+@pytest.mark.parametrize("flag", ["allow_offload", "cache", "progress"])
+def test_flags_are_true_or_false(flag: str) -> None:
+    options: Any = {flag: "no"}
+    for found in (
+        lambda: fit(step, *specs(), budget="1GiB", **options),
+        lambda: jaxmem.frontier(step, *specs(), **options),
+    ):
+        with pytest.raises(TypeError, match=f"{flag} must be True or False, got 'no' of type str"):
+            found()
+
+
 def test_a_budget_of_another_kind() -> None:
     with pytest.raises(TypeError, match="a size is a number of bytes or a text"):
         fit(step, *specs(), budget=None)  # pyright: ignore[reportArgumentType]

@@ -63,12 +63,6 @@ class Collector(ByLayer):
 
     def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """Note code without a stack; it runs as it stands."""
-        if not _jax.can_be_recomputed(closed):
-            raise ValueError(
-                f"{label} has side effects (io_callback, ordered callbacks, writes to a Ref) that "
-                "must not happen twice, so nothing in it can be computed again; move them out, or "
-                "use jax.debug.callback or jax.pure_callback"
-            )
         if tracing.is_inside_layer() or tracing.is_inside_region():
             return _jax.evaluate(closed, args)
         scope = self._new_scope()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem import targets
-from jaxmem.errors import BudgetError, JaxmemWarning, check_positive, warn
+from jaxmem.errors import BudgetError, JaxmemWarning, check_flags, check_positive, warn
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.question import Question, rematerialised
@@ -96,6 +96,7 @@ def fit(
             f"fit takes a step and its arguments, got an object of type {type(step).__name__} as "
             "the step; pass fit(step, *args, budget=...), not fit(step(*args))"
         )
+    check_flags(allow_offload=allow_offload, cache=cache, progress=progress)
     budget = parse_size(budget, "budget")
     max_compiles = check_positive("max_compiles", max_compiles)
     ask = Question(

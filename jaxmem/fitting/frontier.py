@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmem import targets
-from jaxmem.errors import check_positive
+from jaxmem.errors import check_flags, check_positive
 from jaxmem.files import write_whole
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.question import Question, rematerialised
@@ -198,6 +198,7 @@ def frontier(
     >>> most.matmul_flops < least.matmul_flops
     True
     """
+    check_flags(allow_offload=allow_offload, cache=cache, progress=progress)
     points = check_positive("points", points)
     if points < 2:
         raise ValueError(
