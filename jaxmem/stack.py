@@ -125,18 +125,18 @@ class Stack:
         plan = self.plan(layer)
         note_plan(self.policy, plan)
         if plan.kind == "none":
-            with self._as_it_stands():
+            with self._as_it_stands(layer):
                 outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
             return outs, used
         return Tangent(self.form, layer, plan).split(args, tangents)
 
     @contextmanager
-    def _as_it_stands(self) -> Iterator[None]:
+    def _as_it_stands(self, layer: Layer) -> Iterator[None]:
         if not isinstance(self.policy, ByLayer):
             yield
             return
-        with tracing.inside_layer(), self.policy.as_it_stands(self):
+        with tracing.inside_layer(), self.policy.as_it_stands(self, layer):
             yield
 
     def linear(self, operands: Sequence[bool]) -> "Tangent":

@@ -253,7 +253,7 @@ def test_gradients_of_stacks_that_share_a_layer_are_counted_for_each() -> None:
 
     w, h = (jax.ShapeDtypeStruct(s, "float32") for s in ((8, 256, 256), (16, 256)))
     found = problem(norm, (w, w), h)
-    assert [hole.times for hole in found.holes] == [2]
+    assert [hole.uses.times for hole in found.holes] == [2]
     assert found.others >= 4 * 8 * 256 * 256 * 4  # two stacks of weights and two of gradients
 
 

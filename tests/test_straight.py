@@ -253,7 +253,7 @@ def test_a_block_called_in_a_loop_is_one_plan() -> None:
     step = jax.value_and_grad(loss)
     found = problem(step, *args)
     (hole,) = found.holes
-    assert hole.times == 5
+    assert hole.uses.times == 5
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jaxmem.JaxmemWarning)  # no plan is in force
         expected = exact_jit(step)(*args)
@@ -366,9 +366,9 @@ def test_one_layer_of_a_scan_is_no_stack() -> None:
     ws, h = normal(0, 5, D, D), normal(1, B, D)
     with pytest.warns(jaxmem.NoStackWarning, match=r"<lambda>.* is one layer of a scan of 5: all"):
         (hole,) = problem(jax.jit(jax.grad(model)), ws, h).holes
-    assert (hole.times, hole.looped) == (5, 5)
+    assert (hole.uses.times, hole.uses.turns) == (5, 5)
     (hole,) = problem(microbatched, ws[0], jnp.stack([h, h])).holes
-    assert (hole.times, hole.looped) == (1, 0)
+    assert (hole.uses.times, hole.uses.turns) == (1, 0)
 
 
 def block(w: Any, h: jax.Array) -> jax.Array:
@@ -428,13 +428,50 @@ def test_of_several_alike_each_can_be_computed_again_whole(calls: Any) -> None:
     ask = question(step, *args, target="h100-80g")
     found = problem(step, *args, target="h100-80g")
     (hole,) = found.holes
-    assert hole.times == 6
+    assert hole.uses.times == 6
     full = jax.grad(calls(jaxmem.remat_full(block)))
     most = jaxmem.memory_report(full, *args, target="h100-80g").required_bytes
     needed = [found.report(ask, rung).required_bytes for rung in (0, -1)]
     assert needed[1] <= 1.02 * most < needed[0] / 3
     for foretold, size in zip((found.predicted[0], found.predicted[-1]), needed, strict=True):
         assert 0.9 * size < foretold < 1.1 * size
+
+
+@pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
+def test_of_several_that_differ_each_can_be_computed_again_whole() -> None:
+    widths = 64, 80, 96, 112, 96, 80, 64
+    ws = [
+        [jax.ShapeDtypeStruct(shape, "f4") for shape in ((a, 4 * b), (4 * b, 4 * b), (4 * b, b))]
+        for a, b in itertools.pairwise(widths)
+    ]
+    args = ws, jax.ShapeDtypeStruct((8192, 64), "f4")
+
+    def stages(decorator: Any) -> Any:
+        @decorator
+        def stage(ws: Any, h: jax.Array) -> jax.Array:
+            first, second, third = ws
+            return jax.nn.gelu(jax.nn.gelu(h @ first) @ second) @ third
+
+        def loss(ws: Any, h: jax.Array) -> jax.Array:
+            for own in ws:
+                h = stage(own, h)
+            return jnp.square(h).mean()
+
+        return jax.grad(loss)
+
+    step = stages(jaxmem.remat_auto)
+    ask = question(step, *args, target="h100-80g")
+    found = problem(step, *args, target="h100-80g")
+    assert [hole.uses.times for hole in found.holes] == [1] * 6
+    full = stages(jaxmem.remat_full)
+    most = jaxmem.memory_report(full, *args, target="h100-80g").required_bytes
+    needed = [found.report(ask, rung).required_bytes for rung in (0, -1)]
+    assert needed[1] <= 1.02 * most < needed[0] / 2
+    for foretold, size in zip((found.predicted[0], found.predicted[-1]), needed, strict=True):
+        assert 0.9 * size < foretold < 1.1 * size
+    options: Any = {"target": "h100-80g", "max_compiles": 1, "progress": False}
+    with pytest.raises(jaxmem.BudgetError, match=r"what calls .*stage \(.* and the others in"):
+        jaxmem.fit(step, *args, budget="6MiB", **options)
 
 
 @pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
@@ -482,7 +519,7 @@ def test_stacks_are_counted_as_often_as_they_run() -> None:
     for loss in (scanned, called, apart):
         found = problem(jax.grad(loss), ws, h)
         (hole,) = found.holes
-        assert hole.times == 2
+        assert hole.uses.times == 2
         kept.append(found.rungs[0].kept_bytes)
     assert kept[1] == kept[2] <= kept[0]
 
@@ -497,7 +534,7 @@ def test_what_is_evaluated_only_is_no_hole() -> None:
     params, h = arrays()
     args = params, h, h[:3]
     (hole,) = problem(step, *args).holes
-    assert hole.times == 1
+    assert hole.uses.times == 1
     for plan in plans(step, *args, most=2):
         with jaxmem.use_plan(plan):
             jax.jit(step)(*args)

@@ -1,9 +1,8 @@
-"""Looks at a step while it is traced: its decorated regions, and how often it runs each."""
+"""Looks at a step while it is traced: its decorated regions, and what each could keep."""
 
-import collections
 import contextlib
 import dataclasses
-import re
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,12 +10,16 @@ import jax
 
 from jaxmem import _jax, tracing
 from jaxmem.fitting.holes import Hole, stack_hole, straight_hole
+from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, uses
 from jaxmem.layer import Layer
 from jaxmem.policies import ByLayer
 from jaxmem.roofline import Roofline
 from jaxmem.straight import Code
 
 # ---------------------------------------------------------------- types
+
+# A layer or a piece of code, by its digest, and how many layers or operations it has.
+_Key = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,9 +31,11 @@ class Collector(ByLayer):
 
     roofline: Roofline
     offload: bool
-    holes: dict[tuple[str, int], Hole] = dataclasses.field(default_factory=dict)
-    _scopes: dict[str, Hole | None] = dataclasses.field(default_factory=dict)  # that it is of
-    _stacks: list[tuple[Any, str]] = dataclasses.field(default_factory=list)  # with their scopes
+    holes: dict[_Key, Hole] = dataclasses.field(default_factory=dict, init=False)
+    # What is in each scope, and the scopes of each stack, by what is differentiated.
+    _regions: dict[str, _Key] = dataclasses.field(default_factory=dict, init=False)
+    _stacks: dict[Any, dict[_Key, str]] = dataclasses.field(default_factory=dict, init=False)
+    _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def count(self, closed: Any) -> None:
         """Tell each hole where the step runs it, and how often.
@@ -38,26 +43,31 @@ class Collector(ByLayer):
         Args:
           closed: the step, as it was traced.
         """
-        uses = _uses(closed)
-        for scope, hole in self._scopes.items():
-            if hole is not None:
-                # Of a region that is not found there it is known that it is somewhere.
-                hole.uses += uses.get(scope, [()])
+        found = uses(closed, self._regions)
+        # A loop's stack is differentiated for ever more operands, till they are all that are.
+        tries = {
+            key
+            for scopes in self._stacks.values()
+            if any(key in found for key in scopes)
+            for key in scopes
+        }
+        for key, hole in self.holes.items():
+            # Of what is not found in the step it is known that it is somewhere.
+            hole.uses = found.get(key, NOWHERE if key in tries else ONCE)
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""
-        if self._scope_of(stack) is not None:
+        scopes, key = self._stacks.setdefault(stack, {}), (layer.digest, stack.form.length)
+        if key in scopes:
             return
-        key = layer.digest, stack.form.length
         if key not in self.holes:
             self.holes[key] = stack_hole(stack, layer, self.roofline, self.offload)
-        scope = self._new_scope()
-        self._stacks.append((stack, scope))
-        self._scopes[scope] = self.holes[key]
+        scopes[key] = self._new_scope()
+        self._regions[scopes[key]] = key
 
     @contextlib.contextmanager
-    def as_it_stands(self, stack: Any) -> Iterator[None]:
-        scope = self._scope_of(stack)
+    def as_it_stands(self, stack: Any, layer: Layer) -> Iterator[None]:
+        scope = self._stacks.get(stack, {}).get((layer.digest, stack.form.length))
         with jax.named_scope(scope) if scope else contextlib.nullcontext():
             yield
 
@@ -81,47 +91,7 @@ class Collector(ByLayer):
         key = code.digest, len(code)
         if key not in self.holes:
             self.holes[key] = straight_hole(code, label, self.roofline, self.offload)
-        self._scopes[scope] = self.holes[key]
+        self._regions[scope] = key
 
     def _new_scope(self) -> str:
-        scope = f"{_SCOPE}{len(self._scopes)}."
-        self._scopes[scope] = None
-        return scope
-
-    def _scope_of(self, stack: Any) -> str | None:
-        return next((scope for known, scope in self._stacks if known is stack), None)
-
-
-# ---------------------------------------------------------------- implementation
-
-_SCOPE = "jaxmem_region_"
-
-
-def _uses(closed: Any, differentiated: bool = False) -> dict[str, list[tuple[int, ...]]]:
-    """Of each scope in a jaxpr its uses: of each the lengths of the scans around it.
-
-    What is traced once may be called several times.  Counted is the way there alone.
-
-    Args:
-      differentiated: whether all of it is.
-    """
-    found: dict[str, list[tuple[int, ...]]] = collections.defaultdict(list)
-    here: set[str] = set()
-    for eqn in closed.jaxpr.eqns:
-        stack = str(eqn.source_info.name_stack)
-        if "transpose(" in stack:
-            continue
-        # Where gradients are taken within a scan, it is no more itself a part of them.
-        way_there = differentiated or "jvp(" in stack
-        own = set(re.findall(rf"{_SCOPE}\d+\.", stack)) if way_there else set()
-        here |= own
-        scan = (_jax.scan_parts(eqn).length,) if way_there and _jax.is_scan(eqn) else ()
-        branches: dict[str, list[tuple[int, ...]]] = {}
-        for sub in _jax.all_subjaxprs(eqn):
-            for scope, uses in _uses(sub, way_there).items():
-                # Of the branches of a cond one is taken.
-                branches[scope] = max(branches.get(scope, []), uses, key=len)
-        for scope, uses in branches.items():
-            if scope not in own:
-                found[scope] += [(*scan, *use) for use in uses]
-    return {**found, **{scope: [()] for scope in here}}
+        return f"{SCOPE}{next(self._numbers)}."

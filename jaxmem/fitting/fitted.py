@@ -115,14 +115,15 @@ class Fitted:
 
     def explain(self) -> Explanation:
         """What becomes of each value, in the user's names and lines, and how good the plan is."""
-        rows = [row for p in self._planned for row in p.hole.fates(p.candidate)]
-        gap = max((p.hole.gap(p.candidate) for p in self._planned), default=0.0)
+        planned = [p for p in self._planned if p.hole.uses.times]
+        rows = [row for p in planned for row in p.hole.fates(p.candidate)]
+        gap = max((p.hole.gap(p.candidate) for p in planned), default=0.0)
         return Explanation(
-            heads=tuple((p.hole.where, _head(p)) for p in self._planned),
+            heads=tuple((p.hole.where, _head(p)) for p in planned),
             rows=tuple(rows),
             predicted_bytes=self._predicted,
             compiled_bytes=self.report.required_bytes,
-            extra_seconds=sum(p.hole.times * p.candidate.seconds for p in self._planned),
+            extra_seconds=sum(p.hole.uses.times * p.candidate.seconds for p in planned),
             gap=gap,
             closed=self._closed,
         )
@@ -143,14 +144,16 @@ _CHEAP = 0.01
 def _head(planned: Planned) -> str:
     plan = planned.hole.plan(planned.candidate).plan
     text = str(plan).split("\n", 1)[0]
-    times = planned.hole.times
+    times = planned.hole.uses.times
     if times == 1:
         return f"  {text}"
     if isinstance(planned.hole, StackHole):
         return f"  {text}; {times} such stacks"
-    return (
-        f"  {text}; the same for its {times} calls: to plan each by itself, decorate what calls it"
-    )
+    calls = "turns of its scan" if planned.hole.uses.turns else "calls"
+    if not planned.candidate.seconds:
+        return f"  {text}, in all its {times} {calls}"
+    what = "the function with the scan" if planned.hole.uses.turns else "what calls it"
+    return f"  {text}; the same for its {times} {calls}: to plan each by itself, decorate {what}"
 
 
 def _lines(rows: list[ValueFate]) -> list[str]:

@@ -6,7 +6,6 @@ are known.  Regions that compute the same are one hole, which has one plan.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from jaxmem import _jax
 from jaxmem.fitting.fates import ValueFate, fates
 from jaxmem.fitting.step_plan import HolePlan, input_types
+from jaxmem.fitting.uses import ONCE, Uses
 from jaxmem.layer import Layer, nbytes
 from jaxmem.plan import Plan
 from jaxmem.policies import Keep as KeepPolicy
@@ -30,7 +30,7 @@ from jaxmem.roofline import Roofline
 from jaxmem.solve.chain import Again, Kept, Steps
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.stacks import Candidate, Choice, candidates
-from jaxmem.straight import Chain, Code
+from jaxmem.straight import Chain, Code, HeldPlan
 from jaxmem.values import LayerValue, described, graph_of
 
 # ---------------------------------------------------------------- types
@@ -44,7 +44,7 @@ class Hole:
       digest, inputs, where: see `HolePlan`.
       param_bytes: of gradients that have to be there all at once, stacked.
       param_copies: bytes of copies of parameters that a compiler makes for its loops.
-      uses: the regions of the step that this is: of each the lengths of the scans around it.
+      uses: the regions of the step that this is.
       shards: on how many devices it runs side by side, each with arrays of its own.
     """
 
@@ -53,32 +53,14 @@ class Hole:
     where: str
     param_bytes: int
     param_copies: int = 0
-    uses: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    uses: Uses = ONCE
     shards: int = dataclasses.field(default_factory=_jax.shards)
 
-    @property
-    def times(self) -> int:
-        """How often the step runs it."""
-        return sum(map(math.prod, self.uses))
-
-    @property
-    def looped(self) -> int:
-        """How many times one after the other scans around it run it; 0 where there are none."""
-        return max((math.prod(use) for use in self.uses if use), default=0)
-
-    @property
-    def copies(self) -> int:
-        """How often what it keeps is there besides.
-
-        Of one turn it is there before a scan has stacked it, and of that scan before one around it.
-        """
-        turns = (sum(math.prod(use[k + 1 :]) for k in range(len(use))) for use in self.uses)
-        return max(turns, default=0)
-
-    def candidates(self, later_bytes: int) -> tuple[Candidate, ...]:
-        """The plans that no other beats in bytes and seconds, fastest first.
+    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
+        """The plans that are worth a look, fastest first.
 
         Args:
+          several: whether the step has other regions, or this one several times.
           later_bytes: of gradients that are counted elsewhere, as there all the time, and are made
             when the backward pass comes to the first loop.
         """
@@ -119,14 +101,14 @@ class StackHole(Hole):
     values: tuple[LayerValue, ...]
     graph: Graph
 
-    def candidates(self, later_bytes: int) -> tuple[Candidate, ...]:
+    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
         return candidates(
             self.length,
             self.carry_bytes,
             self.forward_seconds,
             self.choices,
             # In a scan a single layer is in a loop, too.
-            None if self.looped else self.loose_bytes,
+            None if self.uses.turns else self.loose_bytes,
             later_bytes,
         )
 
@@ -138,7 +120,7 @@ class StackHole(Hole):
             fate
             for count, choice in self._layers(candidate)
             if (keep := self.keeps[choice]) is not None
-            for fate in fates(self.where, count, keep, self.graph, self.values)
+            for fate in fates(self.where, self.uses.times * count, keep, self.graph, self.values)
         ]
 
     def gap(self, candidate: Candidate) -> float:
@@ -163,6 +145,13 @@ class StackHole(Hole):
         return keep and KeepPolicy(keep.kept, keep.offloaded, size, self.digest)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StraightCandidate(Candidate):
+    """One plan for code without a stack."""
+
+    plan: HeldPlan
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StraightHole(Hole):
     """Code without a stack.
@@ -174,28 +163,25 @@ class StraightHole(Hole):
 
     chain: Chain
     values: dict[str, tuple[LayerValue, ...]]
-    _plans: dict[Candidate, Steps] = dataclasses.field(default_factory=dict)
 
-    def candidates(self, later_bytes: int) -> tuple[Candidate, ...]:
-        found = self.chain.plans(self.times, bool(self.looped))
-        self._plans.update(
-            (Candidate(bytes=one.bytes, seconds=one.seconds, kept_bytes=one.kept_bytes), one.steps)
-            for one in found
+    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
+        return tuple(
+            StraightCandidate(plan.bytes, plan.seconds, kept_bytes=plan.kept_bytes, plan=plan)
+            for plan in self.chain.plans(several, self.uses.stacked)
         )
-        return tuple(self._plans)
 
     def plan(self, candidate: Candidate) -> HolePlan:
-        plan = self.chain.plan(self._steps(candidate))
+        plan = self.chain.plan(_steps(candidate))
         return HolePlan(self.digest, self.inputs, self.where, plan)
 
     def fates(self, candidate: Candidate) -> list[ValueFate]:
-        steps, found = self._steps(candidate), []
+        steps, found = _steps(candidate), []
         for several, keep in [*self._kept_in_part(steps), *self._again_whole(steps)]:
             stretch = self.chain.stretch(several[0])
             parts = ", ".join(dict.fromkeys(map(_parts, several)))
             where = f"{self.where}, of its {len(self.chain)} parts {parts}"
             values = self.values[stretch.layer.digest]
-            found += fates(where, len(several), keep, stretch.graph, values)
+            found += fates(where, self.uses.times * len(several), keep, stretch.graph, values)
         return found
 
     def _kept_in_part(self, steps: Steps) -> Iterator[tuple[list[Kept], Keep]]:
@@ -217,13 +203,8 @@ class StraightHole(Hole):
             yield several, None
 
     def gap(self, candidate: Candidate) -> float:
-        keeps = (
-            self.chain.stretch(kept).keeps[kept.option] for kept in _kept(self._steps(candidate))
-        )
+        keeps = (self.chain.stretch(kept).keeps[kept.option] for kept in _kept(_steps(candidate)))
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
-
-    def _steps(self, candidate: Candidate) -> Steps:
-        return self._plans[candidate]
 
 
 # ---------------------------------------------------------------- API
@@ -285,6 +266,11 @@ def straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> 
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _steps(candidate: Candidate) -> Steps:
+    assert isinstance(candidate, StraightCandidate)
+    return candidate.plan.steps
 
 
 def _kept(steps: Sequence[Kept | Again]) -> list[Kept]:

@@ -25,6 +25,7 @@ def shortfall(
     fixed = report.argument_bytes + report.output_bytes - report.alias_bytes
     gradients, kept = _gradients(problem), problem.rungs[rung].kept_bytes // problem.devices
     working = max(problem.rungs[rung].bytes // problem.devices - kept, 0)
+    rest = report.temp_bytes - kept - working - gradients
     lines = [
         f"no plan brings the step within {size(budget)}: the least that was reached is "
         f"{size(report.required_bytes)}, {size(report.required_bytes - budget)} too much.  It is "
@@ -39,6 +40,7 @@ def shortfall(
     lines.append(
         f"  {size(report.temp_bytes):>10}  temporaries: about {size(kept)} kept for the backward "
         f"pass, {size(working)} one layer's working set, up to {size(gradients)} gradients"
+        + (f", {size(rest)} elsewhere" if rest > 0.2 * report.temp_bytes else "")
     )
     lines.append("What would help:")
     code = [hole for hole in problem.holes if isinstance(hole, StraightHole)]
@@ -78,12 +80,22 @@ def _hints(
             "state (bfloat16, adafactor), or more devices that share them"
         )
     hints += [
-        f"decorate what calls {hole.where} in its place: now its {hole.times} calls have the same "
-        "plan, and cannot be cut into segments"
+        f"decorate the function with the scan that {hole.where} is a layer of: now all its turns "
+        "have the same plan, and the scan is not cut"
+        if hole.uses.turns
+        else f"decorate what calls {hole.where} in its place: now its {hole.uses.times} calls have "
+        "the same plan, and cannot be cut into segments"
         for hole in code
-        if hole.times > 1
+        if hole.uses.times > 1
     ]
-    if report.platform == "cpu" and not all(hole.looped for hole in code):
+    alone = [hole for hole in code if hole.uses.times == 1]
+    if len(alone) > 1:
+        hints.append(
+            f"decorate what calls {alone[0].where} and the others in their place: now each of "
+            f"{len(alone)} pieces of code is planned by itself, and what one hands to the next is "
+            "held"
+        )
+    if report.platform == "cpu" and not all(hole.uses.turns for hole in code):
         hints.append(
             "name an accelerator as the target: of code outside of scans the cpu compiler finds "
             "again what it has computed before, so that no plan saves anything there"
@@ -103,7 +115,7 @@ def _largest(report: MemoryReport) -> str:
 
 def _gradients(problem: Any) -> int:
     """Bytes of the gradients of what the stacks read layer by layer."""
-    each = (hole.param_bytes * hole.times for hole in problem.holes)
+    each = (hole.param_bytes * hole.uses.times for hole in problem.holes)
     return sum(each) // problem.devices
 
 

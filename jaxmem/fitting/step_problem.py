@@ -102,17 +102,18 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     collector.count(program.jaxpr)
     holes = tuple(collector.holes.values())
     for hole in holes:
-        if isinstance(hole, StraightHole) and hole.looped:
+        if isinstance(hole, StraightHole) and hole.uses.turns:
             warn(
-                f"{hole.where} is one layer of a scan of {hole.looped}: all of them get the same "
-                "plan, and the scan is not cut.  Decorate the function with the scan, or scan the "
-                "layer with jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan",
+                f"{hole.where} is one layer of a scan of {hole.uses.turns}: all of them get the "
+                "same plan, and the scan is not cut.  Decorate the function with the scan, or scan "
+                "the layer with jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan",
                 NoStackWarning,
             )
     if not holes:
         raise ValueError(_nothing_to_plan(program))
-    fixed, gradients = _others(program, sum(hole.param_bytes * hole.times for hole in holes))
-    candidates = tuple(hole.candidates(min(gradients, hole.param_bytes)) for hole in holes)
+    fixed, gradients = _others(program, sum(hole.param_bytes * hole.uses.times for hole in holes))
+    several = sum(hole.uses.times for hole in holes) > 1
+    candidates = tuple(hole.candidates(several, min(gradients, hole.param_bytes)) for hole in holes)
     options = [
         [_several(candidate, hole) for candidate in own]
         for hole, own in zip(holes, candidates, strict=True)
@@ -147,14 +148,12 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
 
 def _several(candidate: Candidate, hole: Hole) -> Candidate:
     """A candidate for all regions that share it, one after the other, on all devices."""
-    times, shards, copies = hole.times, hole.shards, hole.copies
-    if times == shards == 1 and not copies:
-        return candidate
-    return dataclasses.replace(
-        candidate,
-        bytes=shards * (candidate.bytes + (times - 1 + copies) * candidate.kept_bytes),
-        kept_bytes=shards * times * candidate.kept_bytes,
-        seconds=times * candidate.seconds,
+    uses, shards = hole.uses, hole.shards
+    others = uses.alive + uses.copies - 1
+    return Candidate(
+        bytes=shards * (candidate.bytes + others * candidate.kept_bytes) if uses.alive else 0,
+        kept_bytes=shards * uses.alive * candidate.kept_bytes,
+        seconds=uses.times * candidate.seconds,
     )
 
 

@@ -95,25 +95,24 @@ class Chain:
         """What is kept."""
         return self.stretches[kept.link, kept.after]
 
-    def plans(self, times: int = 1, looped: bool = False) -> list[HeldPlan]:
+    def plans(self, several: bool = False, stacked: bool = False) -> list[HeldPlan]:
         """Plans that no other one known beats in bytes and seconds, fastest first.
 
         Args:
-          times: how many pieces of code this is, one after the other.  Of several all of one can be
-            computed again, too, from what the one before it gives.
-          looped: whether these are the layers of a scan.
+          several: whether this is one of several pieces of code, one after the other.  Of these all
+            of one can be computed again, too, from what the one before it gives; and of two plans
+            the one that holds less is not beaten.
+          stacked: whether these are the layers of a scan.
         """
         ways = list(self.found)
-        if times > 1:
+        if several:
             ways += [self._again(plan) for plan in self.found]
-        plans = [self._held(plan, times > 1, looped) for plan in ways]
-        sizes = [plan.bytes + (times - 1) * plan.kept_bytes for plan in plans]
+        plans = [self._held(plan, several, stacked) for plan in ways]
         best: list[HeldPlan] = []
-        for at in sorted(range(len(plans)), key=lambda at: (sizes[at], plans[at].seconds)):
-            # Sums of the same seconds in another order differ in the last digits.
-            if not best or plans[at].seconds < best[-1].seconds * (1 - 1e-12):
-                best.append(plans[at])
-        return best[::-1]
+        for plan in sorted(plans, key=_order):
+            if all(_better(plan, other, several) for other in best):
+                best.append(plan)
+        return best
 
     def plan(self, steps: Sequence[Kept | Again]) -> StraightPlan:
         """A plan of the chain as one of the code."""
@@ -142,33 +141,33 @@ class Chain:
         forward = sum(link.seconds for link in self._single)
         return ChainPlan(self._needed(steps), plan.seconds + forward, steps)
 
-    def _held(self, plan: ChainPlan, several: bool, looped: bool) -> HeldPlan:
+    def _held(self, plan: ChainPlan, several: bool, stacked: bool) -> HeldPlan:
         """A plan with what it holds.
 
         Args:
           several: whether the results are the inputs of another such piece of code.
-          looped: whether these are the layers of a scan, which stacks what they hold.
+          stacked: whether these are the layers of a scan, which stacks what they hold.
         """
         jaxpr = self.code.closed.jaxpr
         given = {*jaxpr.invars, *jaxpr.constvars}
         results = {var for var in jaxpr.outvars if _jax.is_var(var)} - given if several else set()
         held: set[Any] = set()
-        bytes = sum(nbytes(var.aval) for var in results)
-        before = bytes if several else 0  # what it is given, by one that was before
+        kept = sum(nbytes(var.aval) for var in results)
+        before = kept if several else 0  # what it is given, by one that was before
         for step in plan.steps:
             if isinstance(step, Again):
                 held |= set(self.code.reads(self.cuts[step.first], self.cuts[step.last]))
                 continue
             stretch = self.stretch(step)
-            if looped and stretch.keeps[step.option] is None:
-                bytes += tape_bytes(stretch.layer, stretch.fuses_operands)
+            if stacked and stretch.keeps[step.option] is None:
+                kept += tape_bytes(stretch.layer, stretch.fuses_operands)
                 continue
             stored, values = self._stored(step), stretch.layer.values
             held |= set(stored.values())
             inner = (place for place in stretch.places[step.option] if place not in stored)
-            bytes += sum(nbytes(values[place].aval) for place in inner)
-        bytes += sum(nbytes(var.aval) for var in held - given - results)
-        return HeldPlan(plan.bytes + before, plan.seconds, plan.steps, bytes)
+            kept += sum(nbytes(values[place].aval) for place in inner)
+        kept += sum(nbytes(var.aval) for var in held - given - results)
+        return HeldPlan(plan.bytes + before, plan.seconds, plan.steps, kept)
 
     def _looked_at_again(self, table: ChainTable) -> Iterator[ChainPlan]:
         """The plans of a table, with what each needs as it will be run."""
@@ -284,3 +283,13 @@ def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
         else:
             found.append(piece)
     return tuple(found)
+
+
+def _order(plan: HeldPlan) -> tuple[float, int, int]:
+    # Sums of the same seconds in another order differ in the last digits.
+    return float(f"{plan.seconds:.11e}"), plan.bytes, plan.kept_bytes
+
+
+def _better(plan: HeldPlan, faster: HeldPlan, several: bool) -> bool:
+    """Whether there is a use for a plan beside one that is as fast."""
+    return plan.bytes < faster.bytes or (several and plan.kept_bytes < faster.kept_bytes)

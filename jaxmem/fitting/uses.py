@@ -1,0 +1,151 @@
+"""How often a step runs each of its regions, and how many of them it holds at once.
+
+A region is known in the whole step by the name scope that it was traced in.  What is traced once
+may be called several times, by scans and by calls of jitted functions; what is evaluated and not
+differentiated holds nothing, and neither does what `jax.checkpoint` computes again, but then.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any, Literal
+
+from jaxmem import _jax
+
+SCOPE = "jaxmem_region_"
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """Where a step runs regions that are alike.
+
+    Attributes:
+      times: how often they are reversed, in one gradient each.
+      alive: of how many what they keep is there at once.
+      copies: how often it is there besides: of one turn before a scan has stacked it, and of that
+        scan before one around it.
+      turns: how many times one after the other scans around one run it; 0 where there are none.
+      stacked: whether a scan stacks what they keep.
+    """
+
+    times: int = 1
+    alive: int = 1
+    copies: int = 0
+    turns: int = 0
+    stacked: bool = False
+
+
+ONCE, NOWHERE = Uses(), Uses(times=0, alive=0)
+
+# ---------------------------------------------------------------- API
+
+
+def uses(closed: Any, regions: Mapping[str, Hashable]) -> dict[Hashable, Uses]:
+    """Of regions that are alike, where the step reverses them.
+
+    Args:
+      closed: the jaxpr of the step.
+      regions: what stands in the scope of each name; equal where it is alike.
+    """
+    return {
+        region: Uses(seen.times, seen.alive, seen.peak - seen.alive, seen.turns, seen.stacked)
+        for region, seen in _seen(closed.jaxpr, regions, None).items()
+        if seen.times
+    }
+
+
+# ---------------------------------------------------------------- implementation
+
+# In a program that has a gradient: on the way there or on the way back.
+_Way = Literal["there", "back"] | None
+
+
+@dataclasses.dataclass
+class _Seen:
+    """Of regions that are alike, what was seen of them, from the end of a program to its start.
+
+    Attributes:
+      times, alive, turns, stacked: see `Uses`; `peak` is `alive` with the copies.
+      reversed: there at the start of what was seen, to be reversed in it.
+      made: the other way round: there at its end, and made in it.
+    """
+
+    times: int = 0
+    alive: int = 0
+    peak: int = 0
+    reversed: int = 0
+    made: int = 0
+    turns: int = 0
+    stacked: bool = False
+
+    def add(self, earlier: "_Seen") -> None:
+        """Go on with what stands before it."""
+        self.alive = max(self.alive, self.reversed + earlier.alive)
+        self.peak = max(self.peak, self.reversed + earlier.peak)
+        matched = min(self.reversed, earlier.made)
+        self.reversed += earlier.reversed - matched
+        self.made += earlier.made - matched
+        self.times += earlier.times
+        self.turns = max(self.turns, earlier.turns)
+        self.stacked |= earlier.stacked
+
+    def either(self, other: "_Seen") -> None:
+        """One of the two is run."""
+        for field in dataclasses.fields(self):
+            name = field.name
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+
+    def in_scan(self, length: int) -> None:
+        """It is one turn of a scan that is itself there, or back."""
+        stacked = self.reversed * length
+        if self.reversed:  # all turns stacked, and one by itself
+            self.alive, self.peak, self.stacked = stacked, stacked + self.peak, True
+        self.reversed, self.made = stacked, self.made * length
+        self.turns = length * max(self.turns, 1) if self.times else 0
+        self.times *= length
+
+
+def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: _Way) -> dict[Hashable, _Seen]:
+    """Args:
+    way: the one that all of it is on, if it is.
+    """
+    found: dict[Hashable, _Seen] = collections.defaultdict(_Seen)
+    met: set[tuple[str, _Way]] = set()
+    for eqn in reversed(jaxpr.eqns):
+        stack = str(eqn.source_info.name_stack)
+        own_way = _way(stack, way)
+        own = {scope for scope in re.findall(rf"{SCOPE}\d+\.", stack) if scope in regions}
+        if own_way:
+            for scope in sorted(own):
+                if (scope, own_way) not in met:
+                    met.add((scope, own_way))
+                    found[regions[scope]].add(_one(own_way))
+        within = {scope: region for scope, region in regions.items() if scope not in own}
+        inner: dict[Hashable, _Seen] = collections.defaultdict(_Seen)
+        for sub in _jax.all_subjaxprs(eqn) if within else ():
+            # Of the branches of a cond one is taken.
+            for region, seen in _seen(sub.jaxpr, within, own_way).items():
+                inner[region].either(seen)
+        length = _jax.scan_parts(eqn).length if own_way and _jax.is_scan(eqn) else 1
+        for region, seen in inner.items():
+            if length > 1:
+                seen.in_scan(length)
+            found[region].add(seen)
+    return found
+
+
+def _one(way: _Way) -> _Seen:
+    return _Seen(made=1) if way == "there" else _Seen(times=1, alive=1, peak=1, reversed=1)
+
+
+def _way(stack: str, way: _Way) -> _Way:
+    for part in stack.split("/"):
+        if "transpose(" in part:
+            way = "back"
+        # The way back bears the names of the way there as well.
+        elif part == _jax.RECOMPUTED or ("jvp(" in part and way is None):
+            way = "there"
+    return way
