@@ -102,15 +102,13 @@ class StackHole(Hole):
     graph: Graph
 
     def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
-        return candidates(
-            self.length,
-            self.carry_bytes,
-            self.forward_seconds,
-            self.choices,
-            # In a scan a single layer is in a loop, too.
-            None if self.uses.turns else self.loose_bytes,
-            later_bytes,
-        )
+        # In a scan a single layer is in a loop, too.
+        loose = None if self.uses.turns else self.loose_bytes
+        sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
+        # Beside others what it keeps counts more than what it needs while it is reversed.
+        ways = {0, max(self.uses.alive + self.uses.copies - 1, 1)} if several else {0}
+        found = {one for others in ways for one in candidates(*sizes, later_bytes, others)}
+        return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
 
     def plan(self, candidate: Candidate) -> HolePlan:
         return HolePlan(self.digest, self.inputs, self.where, self._plan(candidate))

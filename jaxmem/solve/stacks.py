@@ -75,6 +75,7 @@ def candidates(
     choices: Sequence[Choice],
     loose_bytes: int | None = None,
     later_bytes: int = 0,
+    others: int = 0,
 ) -> tuple[Candidate, ...]:
     """The plans that no other one beats in both bytes and seconds, fastest (and largest) first.
 
@@ -87,6 +88,8 @@ def candidates(
         not store what it can fuse; all of it by default.
       later_bytes: of what is counted elsewhere, as there all the time, and is made only when
         the backward pass comes to the first loop: stacked gradients.
+      others: how many more such stacks there are, what they keep alive while one is reversed; in
+        plans that no other beats this is counted, in their bytes it is not.
 
     >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
     >>> [(c.bytes, c.seconds) for c in found][:3]
@@ -100,16 +103,20 @@ def candidates(
         raise ValueError("a layer needs at least one choice: everything kept")
     loose = choices[0].bytes if loose_bytes is None else loose_bytes
     found = [
-        *_kept(length, choices, loose, later_bytes),
+        *_kept(length, choices, loose, later_bytes, others),
         *_cut(length, carry_bytes, forward_seconds, choices, loose),
     ]
-    return pareto(found)
+    return pareto(found, others)
 
 
-def pareto(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def pareto(found: Sequence[Candidate], others: int = 0) -> tuple[Candidate, ...]:
     """Those that no other one beats in both bytes and seconds, fastest first."""
+
+    def order(one: Candidate) -> tuple[int, float, int]:
+        return one.bytes + others * one.kept_bytes, one.seconds, len(one.runs)
+
     best: list[Candidate] = []
-    for one in sorted(found, key=lambda c: (c.bytes, c.seconds, len(c.runs))):
+    for one in sorted(found, key=order):
         if not best or one.seconds < best[-1].seconds:
             best.append(one)
     return tuple(reversed(best))
@@ -121,7 +128,9 @@ def pareto(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
 _PLACES = 48
 
 
-def _kept(length: int, choices: Sequence[Choice], loose: int, later: int) -> Iterator[Candidate]:
+def _kept(
+    length: int, choices: Sequence[Choice], loose: int, later: int, more: int
+) -> Iterator[Candidate]:
     kept = np.array([c.bytes for c in choices], float)
     seconds = np.array([c.seconds for c in choices])
     work = np.array([c.work_bytes for c in choices], float)
@@ -160,7 +169,7 @@ def _kept(length: int, choices: Sequence[Choice], loose: int, later: int) -> Ite
         total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
         whole = stored + tail * loose
         # Of all that need no less, only the fastest is of use.
-        order = np.lexsort((total, peak))
+        order = np.lexsort((total, peak + more * whole))
         fastest = np.minimum.accumulate(total[order])
         better = np.concatenate([[True], total[order][1:] < fastest[:-1]])
         for at in order[better]:
@@ -205,7 +214,7 @@ def _cut(
                 seconds=extra_steps(length, slots) * forward_seconds + length * choices[0].seconds,
                 kind="revolve",
                 slots=slots,
-                kept_bytes=slots * carry_bytes,
+                kept_bytes=slots * carry_bytes + loose,  # the last layer's tape
             )
 
 
