@@ -109,8 +109,10 @@ class _Seen:
 
 
 def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: _Way) -> dict[Hashable, _Seen]:
-    """Args:
-    way: the one that all of it is on, if it is.
+    """What is seen of regions in a jaxpr.
+
+    Args:
+      way: the one that all of it is on, if there is one.
     """
     found: dict[Hashable, _Seen] = collections.defaultdict(_Seen)
     met: set[tuple[str, _Way]] = set()
@@ -123,11 +125,12 @@ def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: _Way) -> dict[Hashab
                 if (scope, own_way) not in met:
                     met.add((scope, own_way))
                     found[regions[scope]].add(_one(own_way))
-        within = {scope: region for scope, region in regions.items() if scope not in own}
+        # An equation of a region is a part of that one, whatever is in it.
+        others = {s: region for s, region in regions.items() if s not in own} if own else regions
         inner: dict[Hashable, _Seen] = collections.defaultdict(_Seen)
-        for sub in _jax.all_subjaxprs(eqn) if within else ():
+        for sub in _jax.all_subjaxprs(eqn):
             # Of the branches of a cond one is taken.
-            for region, seen in _seen(sub.jaxpr, within, own_way).items():
+            for region, seen in _seen(sub.jaxpr, others, own_way).items():
                 inner[region].either(seen)
         length = _jax.scan_parts(eqn).length if own_way and _jax.is_scan(eqn) else 1
         for region, seen in inner.items():
