@@ -6,6 +6,7 @@ absent GPU; numbers are computed here.
 
 import importlib
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -494,9 +495,26 @@ def test_explain_tells_of_calls_that_share_a_plan() -> None:
     step = jax.grad(in_a_loop(jaxmem.remat_auto(block)))
     options: Any = {"target": "h100-80g", "max_compiles": 2, "progress": False}
     text = str(jaxmem.fit(step, *args, budget="48MiB", **options).explain())
-    assert "1 of them computed again whole; the same for its 6 calls: to plan each by" in text
+    assert "1 of them computed again whole, each of 6 times; to plan each by" in text
     with pytest.raises(jaxmem.BudgetError, match=r"what calls block \(.*: now its 6 calls have"):
         jaxmem.fit(step, *args, budget="6MiB", **options)
+
+
+def test_explain_tells_regions_of_one_name_apart() -> None:
+    """One block at two shapes: each row stands under its own region alone."""
+    shapes = [jax.ShapeDtypeStruct(shape, "f4") for shape in ((64, 256), (256, 64))]
+    decorated = jaxmem.remat_auto(block)
+
+    def loss(ws: Any, h: jax.Array) -> jax.Array:
+        return jnp.square(decorated(ws, h)).mean() + jnp.square(decorated(ws, h[:4096])).mean()
+
+    options: Any = {"target": "h100-80g", "max_compiles": 2, "progress": False}
+    args = shapes, jax.ShapeDtypeStruct((8192, 64), "f4")
+    why = jaxmem.fit(jax.grad(loss), *args, budget="60MiB", **options).explain()
+    heads = re.split(r"(?m)^block \(.*\n", str(why))[1:]
+    assert len(heads) == 2
+    assert sum(head.count("float32[4096,") > 0 for head in heads) <= 1
+    assert sum(head.count("float32[8192,") > 0 for head in heads) == 1
 
 
 def test_stacks_are_counted_as_often_as_they_run() -> None:

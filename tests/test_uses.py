@@ -99,6 +99,25 @@ def test_uses(step: Any, expected: Uses) -> None:
     assert hole.uses == expected
 
 
+def test_what_is_evaluated_only_is_no_hole_whatever_its_shape() -> None:
+    """A teacher that looks at more rows is other code than what is trained."""
+
+    def loss(ws: jax.Array, h: jax.Array) -> jax.Array:
+        teacher = net(0.9 * ws, jnp.concatenate([h, h]))
+        return jnp.square(net(ws, h) - lax.stop_gradient(teacher))
+
+    assert [hole.uses for hole in problem(jax.grad(loss), WS, H).holes] == [Uses(0, 0), Uses(4, 4)]
+
+
+def test_a_stack_traced_once_and_written_out_twice() -> None:
+    stack = jaxmem.remat_auto(
+        lambda ws, h: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, ws)[0]
+    )
+    once = jax.jit(stack, inline=True)
+    (hole,) = problem(jax.grad(lambda ws, h: once(ws, once(ws, h)).sum()), WS, H).holes
+    assert hole.uses == Uses(2, 2)
+
+
 def test_gradients_taken_within_a_scan_are_counted_once() -> None:
     def microbatches(ws: jax.Array, hs: jax.Array) -> jax.Array:
         one = lambda total, h: (total + jax.grad(net)(ws, h), None)  # noqa: E731

@@ -32,9 +32,9 @@ class Collector(ByLayer):
     roofline: Roofline
     offload: bool
     holes: dict[_Key, Hole] = dataclasses.field(default_factory=dict, init=False)
-    # What is in each scope, and the scopes of each stack, by what is differentiated.
+    # What is in each scope, and the layers of each stack, by what of it is differentiated.
     _regions: dict[str, _Key] = dataclasses.field(default_factory=dict, init=False)
-    _stacks: dict[Any, dict[_Key, str]] = dataclasses.field(default_factory=dict, init=False)
+    _layers: dict[Any, set[_Key]] = dataclasses.field(default_factory=dict, init=False)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def count(self, closed: Any) -> None:
@@ -44,32 +44,31 @@ class Collector(ByLayer):
           closed: the step, as it was traced.
         """
         found = uses(closed, self._regions)
+        if not any(where.times for where in found.values()):
+            found = {}  # no gradient was told from the rest
         # A loop's stack is differentiated for ever more operands, till they are all that are.
-        tries = {
+        superseded = {
             key
-            for scopes in self._stacks.values()
-            if any(key in found for key in scopes)
-            for key in scopes
+            for layers in self._layers.values()
+            if any(key in found for key in layers)
+            for key in layers
         }
         for key, hole in self.holes.items():
-            # Of what is not found in the step it is known that it is somewhere.
-            hole.uses = found.get(key, NOWHERE if key in tries else ONCE)
+            # What was differentiated while the step was traced, and is not found, may yet be there.
+            hole.uses = found.get(key, NOWHERE if key in superseded else ONCE)
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""
-        scopes, key = self._stacks.setdefault(stack, {}), (layer.digest, stack.form.length)
-        if key in scopes:
-            return
+        key = layer.digest, stack.form.length
         if key not in self.holes:
             self.holes[key] = stack_hole(stack, layer, self.roofline, self.offload)
-        scopes[key] = self._new_scope()
-        self._regions[scopes[key]] = key
+        self._layers.setdefault(stack, set()).add(key)
 
-    @contextlib.contextmanager
-    def as_it_stands(self, stack: Any, layer: Layer) -> Iterator[None]:
-        scope = self._stacks.get(stack, {}).get((layer.digest, stack.form.length))
-        with jax.named_scope(scope) if scope else contextlib.nullcontext():
-            yield
+    def as_it_stands(self, stack: Any, layer: Layer) -> contextlib.AbstractContextManager[Any]:
+        scope, key = self._new_scope(), (layer.digest, stack.form.length)
+        if key in self._layers.get(stack, ()):
+            self._regions[scope] = key
+        return jax.named_scope(scope)
 
     def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """Note code without a stack; it runs as it stands."""

@@ -1,6 +1,7 @@
 """What `fit` found: the step under its plan, the certificate, and why it looks as it does."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,13 +43,14 @@ class Explanation:
     extra_seconds: float
     gap: float
     closed: bool
-    heads: tuple[tuple[str, str], ...]
+    heads: tuple[tuple[str, str, int], ...]  # with how many of the rows are of each
 
     def __str__(self) -> str:
         parts = []
-        for stack, head in self.heads:
+        rows = iter(self.rows)
+        for stack, head, count in self.heads:
             parts.append(f"{stack}\n{head}")
-            own = [row for row in self.rows if row.stack.startswith(stack)]
+            own = list(itertools.islice(rows, count))
             for part in dict.fromkeys((row.stack, row.layers) for row in own):
                 if part[0] != stack:
                     parts.append(f"  {part[0].removeprefix(stack).strip(', ')}")
@@ -116,11 +118,13 @@ class Fitted:
     def explain(self) -> Explanation:
         """What becomes of each value, in the user's names and lines, and how good the plan is."""
         planned = [p for p in self._planned if p.hole.uses.times]
-        rows = [row for p in planned for row in p.hole.fates(p.candidate)]
+        rows = [p.hole.fates(p.candidate) for p in planned]
         gap = max((p.hole.gap(p.candidate) for p in planned), default=0.0)
         return Explanation(
-            heads=tuple((p.hole.where, _head(p)) for p in planned),
-            rows=tuple(rows),
+            heads=tuple(
+                (p.hole.where, _head(p), len(own)) for p, own in zip(planned, rows, strict=True)
+            ),
+            rows=tuple(itertools.chain.from_iterable(rows)),
             predicted_bytes=self._predicted,
             compiled_bytes=self.report.required_bytes,
             extra_seconds=sum(p.hole.uses.times * p.candidate.seconds for p in planned),
@@ -149,11 +153,10 @@ def _head(planned: Planned) -> str:
         return f"  {text}"
     if isinstance(planned.hole, StackHole):
         return f"  {text}; {times} such stacks"
-    calls = "turns of its scan" if planned.hole.uses.turns else "calls"
     if not planned.candidate.seconds:
-        return f"  {text}, in all its {times} {calls}"
+        return f"  {text}, each of {times} times"
     what = "the function with the scan" if planned.hole.uses.turns else "what calls it"
-    return f"  {text}; the same for its {times} {calls}: to plan each by itself, decorate {what}"
+    return f"  {text}, each of {times} times; to plan each by itself, decorate {what}"
 
 
 def _lines(rows: list[ValueFate]) -> list[str]:

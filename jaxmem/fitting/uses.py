@@ -23,10 +23,9 @@ class Uses:
     """Where a step runs regions that are alike.
 
     Attributes:
-      times: how often they are reversed, in one gradient each.
+      times: how often they are reversed; where a gradient is taken in each turn of a scan, in one.
       alive: of how many what they keep is there at once.
-      copies: how often it is there besides: of one turn before a scan has stacked it, and of that
-        scan before one around it.
+      copies: how often it is there besides: what one turn of a scan keeps, before it is stacked.
       turns: how many times one after the other scans around one run it; 0 where there are none.
       stacked: whether a scan stacks what they keep.
     """
@@ -44,7 +43,9 @@ ONCE, NOWHERE = Uses(), Uses(times=0, alive=0)
 
 
 def uses(closed: Any, regions: Mapping[str, Hashable]) -> dict[Hashable, Uses]:
-    """Of regions that are alike, where the step reverses them.
+    """Of regions that are alike, where the step reverses them; nowhere, if it only evaluates them.
+
+    What is not found in it is left out.
 
     Args:
       closed: the jaxpr of the step.
@@ -53,7 +54,6 @@ def uses(closed: Any, regions: Mapping[str, Hashable]) -> dict[Hashable, Uses]:
     return {
         region: Uses(seen.times, seen.alive, seen.peak - seen.alive, seen.turns, seen.stacked)
         for region, seen in _seen(closed.jaxpr, regions, None).items()
-        if seen.times
     }
 
 
@@ -109,7 +109,9 @@ class _Seen:
 
 
 def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: _Way) -> dict[Hashable, _Seen]:
-    """What is seen of regions in a jaxpr.
+    """What is seen of regions in a jaxpr, from its end to its start.
+
+    Of the equations of one region the first that is met stands for it.
 
     Args:
       way: the one that all of it is on, if there is one.

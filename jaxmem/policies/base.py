@@ -35,7 +35,7 @@ class ByLayer(Policy):
         """
         raise NotImplementedError
 
-    def as_it_stands(self, stack: Any, layer: Any) -> AbstractContextManager[None]:
+    def as_it_stands(self, stack: Any, layer: Any) -> AbstractContextManager[Any]:
         """While open, a stack that keeps everything is differentiated; for those who take note."""
         return nullcontext()
 

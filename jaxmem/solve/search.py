@@ -6,7 +6,8 @@ next to one that was seen not to fit, so that (as long as faster rungs need more
 is the same wherever the search began: larger budgets never get a slower rung, and smaller
 ones none that needs more.  Ladders are not always that even: of the faster rungs those that
 were foretold to need hardly more than the budget are asked for, too, and where the least of all
-does not fit, those foretold to need hardly more than that.  The first rung, at which nothing is
+does not fit, those foretold to need hardly more than that, and some of those foretold to need a
+little more.  The first rung, at which nothing is
 computed again, is another program than the rest, and less well foretold: it is asked for if it may
 fit at all.
 """
@@ -84,6 +85,12 @@ def search(
         near = [k for k, size in enumerate(predicted) if size <= predicted[-1] * _NEAR]
         for guess in (near[0], near[len(near) // 2]):
             ask(guess)
+        # And of small steps any foretold to need little more: what is left is spread over these.
+        near = [k for k, size in enumerate(predicted) if size <= predicted[-1] * _ROOM]
+        near = [k for k in reversed(near) if k not in seen]
+        for guess in near[:: -(-len(near) // max(most - len(seen), 1)) or 1]:
+            if min(seen.values()) > budget:
+                ask(guess)
     if high < len(predicted):
         near = [k for k in range(max(low, 0)) if predicted[k] <= budget * _NEAR and k not in seen]
         for guess in near[: -_PROBES - 1 : -1]:

@@ -152,8 +152,8 @@ class Chain:
         given = {*jaxpr.invars, *jaxpr.constvars}
         results = {var for var in jaxpr.outvars if _jax.is_var(var)} - given if several else set()
         held: set[Any] = set()
-        kept = sum(nbytes(var.aval) for var in results)
-        before = kept if several else 0  # what it is given, by one that was before
+        kept = result_bytes = sum(nbytes(var.aval) for var in results)
+        given_bytes = result_bytes if several else 0  # by one that was before
         for step in plan.steps:
             if isinstance(step, Again):
                 held |= set(self.code.reads(self.cuts[step.first], self.cuts[step.last]))
@@ -167,7 +167,7 @@ class Chain:
             inner = (place for place in stretch.places[step.option] if place not in stored)
             kept += sum(nbytes(values[place].aval) for place in inner)
         kept += sum(nbytes(var.aval) for var in held - given - results)
-        return HeldPlan(plan.bytes + before, plan.seconds, plan.steps, kept)
+        return HeldPlan(plan.bytes + given_bytes, plan.seconds, plan.steps, kept)
 
     def _looked_at_again(self, table: ChainTable) -> Iterator[ChainPlan]:
         """The plans of a table, with what each needs as it will be run."""
