@@ -349,6 +349,6 @@ def test_the_only_plan_for_miles_is_not_passed_over() -> None:
 def test_search_spends_what_is_left_where_the_last_rungs_are_not_the_least() -> None:
     predicted, truth = [208, 180, 158, 138, 108, 108, 98], [248, 200, 169, 129, 99, 109, 110]
     found = search(predicted, 100, truth.__getitem__)
-    assert (found.rung, list(found.seen)) == (4, [6, 0, 5, 4])
+    assert (found.rung, list(found.seen), found.closed) == (4, [6, 0, 5, 4, 3], True)
     found = search(predicted, 90, truth.__getitem__)
     assert (found.rung, min(found.seen.values())) == (None, 99)

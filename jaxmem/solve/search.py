@@ -91,8 +91,15 @@ def search(
         for guess in near[:: -(-len(near) // max(most - len(seen), 1)) or 1]:
             if min(seen.values()) > budget:
                 ask(guess)
+        high = next((k for k, size in seen.items() if size <= budget), high)
+        if 0 < high < len(predicted):
+            ask(high - 1)  # whether it is the fastest
     if high < len(predicted):
-        near = [k for k in range(max(low, 0)) if predicted[k] <= budget * _NEAR and k not in seen]
+        near = [
+            k
+            for k in range(min(max(low, 0), high))
+            if predicted[k] <= budget * _NEAR and k not in seen
+        ]
         for guess in near[: -_PROBES - 1 : -1]:
             # The rung in front of one that fits says that there is none faster.
             while len(seen) < most and guess >= 0 and guess not in seen:
