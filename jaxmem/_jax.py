@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import jax
 from jax._src import ad_util, checkify, core, effects, source_info_util
-from jax._src.interpreters import batching
+from jax._src.interpreters import batching, partial_eval
 from jax._src.lax import lax as lax_internal
 from jax._src.state.types import RefEffect
 from jax.extend.core import ClosedJaxpr, Primitive
@@ -142,6 +142,11 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     if not any(eqn.primitive is jit_p and not _constrains(eqn) for eqn in closed.jaxpr.eqns):
         return closed
     return trace(lambda *flat: evaluate(closed, flat, without_jit), closed.in_avals)
+
+
+def without_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """A jaxpr that takes its constants as its first operands, and these."""
+    return ClosedJaxpr(partial_eval.convert_constvars_jaxpr(closed.jaxpr), ()), list(closed.consts)
 
 
 def in_call(eqn: Eqn) -> ClosedJaxpr | None:

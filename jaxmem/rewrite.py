@@ -121,7 +121,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
             outs = _jax.evaluate(closed, args)
             return tracing.when_differentiated(outs, lambda: check.code(label))
         if isinstance(choice.policy, ByLayer):
-            return choice.policy.run_straight(closed, args, label)
+            return straight.run_region(closed, args, choice.policy, label)
         if isinstance(choice.policy, Sqrt) and not found.stacks:
             cut = straight.by_sqrt(closed, choice.policy)
             if cut is not None:

@@ -126,7 +126,7 @@ class Stack:
         note_plan(self.policy, plan)
         if plan.kind == "none":
             with self._as_it_stands(layer):
-                outs, out_tangents = _partial_jvp(lambda *a: self.run(a), args, tangents)
+                outs, out_tangents = partial_jvp(lambda *a: self.run(a), args, tangents)
             used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
             return outs, used
         return Tangent(self.form, layer, plan).split(args, tangents)
@@ -299,7 +299,7 @@ def _differentiated_as(fn: Callable[..., list[Any]], form: Callable[..., list[An
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outs = run(*primals)
         given = [None if isinstance(t, SymbolicZero) else t for t in tangents]
-        _, found = _partial_jvp(form, primals, given)
+        _, found = partial_jvp(form, primals, given)
         zeros = [_symbolic_zero(out) for out in outs[len(found) :]]
         return outs, [*found, *zeros]
 
@@ -311,7 +311,7 @@ def _symbolic_zero(out: Any) -> Any:
     return jax.custom_derivatives.zero_from_primal(out, symbolic_zeros=True)
 
 
-def _partial_jvp(
+def partial_jvp(
     fn: Callable[..., list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """jvp with respect to the operands whose tangent is not None."""

@@ -489,6 +489,32 @@ def test_numbers_of_several_alike_under_each_plan(calls: Any) -> None:
     assert again
 
 
+def mapped(block: Any) -> Any:
+    """Written for one row, as equinox's models are."""
+    loss = in_a_loop(block)
+    return lambda ws, hs: jax.vmap(loss, in_axes=(None, 0))(ws, hs).mean()
+
+
+def test_code_that_is_mapped_is_planned_for_all_its_rows() -> None:
+    shapes = jax.ShapeDtypeStruct((6, 64, 256), "f4"), jax.ShapeDtypeStruct((6, 256, 64), "f4")
+    rows = jax.ShapeDtypeStruct((8192, 64), "f4")
+    found = [
+        problem(jax.grad(loss(jaxmem.remat_auto(block))), shapes, rows, target="h100-80g")
+        for loss in (mapped, in_a_loop)
+    ]
+    assert found[0].predicted == found[1].predicted
+
+    args = (normal(0, 4, D, 4 * D), normal(1, 4, 4 * D, D)), normal(2, B, D)
+    expected = exact_jit(jax.value_and_grad(mapped(block)))(*args)
+    step = jax.value_and_grad(mapped(jaxmem.remat_auto(block)))
+    for plan in plans(step, *args, most=3):
+        with jaxmem.use_plan(plan):
+            assert_close(exact_jit(step)(*args), expected)
+    per_row = jax.vmap(jax.grad(in_a_loop(jaxmem.remat_auto(block))), in_axes=(None, 0))
+    with pytest.raises(ValueError, match="is not in the plan"), jaxmem.use_plan(plan):
+        jax.jit(per_row)(args[0], args[1][:3])
+
+
 def test_explain_tells_of_calls_that_share_a_plan() -> None:
     shapes = jax.ShapeDtypeStruct((6, 64, 256), "f4"), jax.ShapeDtypeStruct((6, 256, 64), "f4")
     args = shapes, jax.ShapeDtypeStruct((8192, 64), "f4")

@@ -40,7 +40,7 @@ class ByLayer(Policy):
         return nullcontext()
 
     def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
-        """The results of decorated code that has no stack.
+        """The results of decorated code that has no stack, where these are differentiated.
 
         Args:
           closed: its jaxpr.
