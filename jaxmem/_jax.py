@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import jax
 from jax._src import ad_util, checkify, core, effects, source_info_util
-from jax._src.interpreters import batching, partial_eval
+from jax._src.interpreters import batching
 from jax._src.lax import lax as lax_internal
 from jax._src.state.types import RefEffect
 from jax.extend.core import ClosedJaxpr, Primitive
@@ -146,7 +146,16 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def without_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """A jaxpr that takes its constants as its first operands, and these."""
-    return ClosedJaxpr(partial_eval.convert_constvars_jaxpr(closed.jaxpr), ()), list(closed.consts)
+    consts = list(closed.consts)
+    if not consts:
+        return closed, consts
+    count = len(consts)
+    avals = [*(var.aval for var in closed.jaxpr.constvars), *closed.in_avals]
+
+    def run(*flat: Any) -> list[Any]:
+        return evaluate(ClosedJaxpr(closed.jaxpr, flat[:count]), flat[count:])
+
+    return trace(run, avals), consts
 
 
 def in_call(eqn: Eqn) -> ClosedJaxpr | None:

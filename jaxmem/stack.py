@@ -70,12 +70,17 @@ class Stack:
         return [*carry, *(_jax.stacked(y, self.form.length) for y in ys)]
 
     @property
+    def called(self) -> str:
+        """What it is called in messages."""
+        return str(self.info or "a stack")
+
+    @property
     def effects(self) -> Any:
         return self.form.body.jaxpr.effects
 
     def unplanned(self, outs: Sequence[Any]) -> list[Any]:
         """Results of the plain scan; warns when and if that is differentiated."""
-        what = self.info or "a stack"
+        what = self.called
         return tracing.when_differentiated(
             outs,
             lambda: warn(

@@ -168,7 +168,7 @@ class Filled(ByLayer):
             plan = hole.plan
             if hole.layer == layer.digest and isinstance(plan, Plan) and plan.length == length:
                 return plan
-        what = str(stack.info or "a stack")
+        what = stack.called
         raise ValueError(_difference(self.plan, what, length, input_types(layer)))
 
     def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:

@@ -29,6 +29,10 @@ class Region(Stack):
     policy: ByLayer
     label: str
 
+    @property
+    def called(self) -> str:
+        return self.label
+
     def run(self, args: Sequence[Any]) -> list[Any]:
         return self._stacked(_jax.evaluate(self.form.body.jaxpr, args))
 
