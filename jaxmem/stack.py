@@ -31,7 +31,7 @@ from jaxmem.execute import (
     schedule_for,
 )
 from jaxmem.find import LayerStack
-from jaxmem.layer import Layer, differentiated
+from jaxmem.layer import Layer, Wrt, differentiated
 from jaxmem.plan import Plan
 from jaxmem.policies import ByLayer, Policy
 from jaxmem.tracing import note_plan
@@ -112,8 +112,11 @@ class Stack:
 
     def layer(self, operands: Sequence[bool]) -> Layer:
         """The layer, taken apart for the derivative with respect to these operands."""
-        body = self.form.body
-        return Layer(body, differentiated(body, *body.split_in(operands)))
+        return Layer(self.form.body, self.wrt(operands))
+
+    def wrt(self, operands: Sequence[bool]) -> Wrt:
+        """What of the layer takes part in the derivative with respect to these operands."""
+        return differentiated(self.form.body, *self.form.body.split_in(operands))
 
     def plan(self, layer: Layer) -> Plan:
         """The plan that the policy means for this stack."""
@@ -131,10 +134,19 @@ class Stack:
         note_plan(self.policy, plan)
         if plan.kind == "none":
             with self._as_it_stands(layer):
-                outs, out_tangents = partial_jvp(lambda *a: self.run(a), args, tangents)
-            used = [t if wrt else None for t, wrt in zip(out_tangents, layer.wrt.outs, strict=True)]
-            return outs, used
+                return self.derivative(self.run, layer.wrt, args, tangents)
         return Tangent(self.form, layer, plan).split(args, tangents)
+
+    def derivative(
+        self,
+        run: Callable[[Sequence[Any]], list[Any]],
+        wrt: Wrt,
+        args: Sequence[Any],
+        tangents: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Results and tangents as jax has them of one way to run it; a tangent is None for zero."""
+        outs, found = _partial_jvp(lambda *args: run(args), args, tangents)
+        return outs, [t if reached else None for t, reached in zip(found, wrt.outs, strict=True)]
 
     @contextmanager
     def _as_it_stands(self, layer: Layer) -> Iterator[None]:
@@ -304,7 +316,7 @@ def _differentiated_as(fn: Callable[..., list[Any]], form: Callable[..., list[An
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outs = run(*primals)
         given = [None if isinstance(t, SymbolicZero) else t for t in tangents]
-        _, found = partial_jvp(form, primals, given)
+        _, found = _partial_jvp(form, primals, given)
         zeros = [_symbolic_zero(out) for out in outs[len(found) :]]
         return outs, [*found, *zeros]
 
@@ -316,7 +328,7 @@ def _symbolic_zero(out: Any) -> Any:
     return jax.custom_derivatives.zero_from_primal(out, symbolic_zeros=True)
 
 
-def partial_jvp(
+def _partial_jvp(
     fn: Callable[..., list[Any]], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """jvp with respect to the operands whose tangent is not None."""

@@ -59,13 +59,13 @@ class Collector(ByLayer):
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""
-        key = layer.digest, stack.form.length
+        key = _key(stack, layer)
         if key not in self.holes:
             self.holes[key] = stack_hole(stack, layer, self.roofline, self.offload)
         self._layers.setdefault(stack, set()).add(key)
 
     def as_it_stands(self, stack: Any, layer: Layer) -> contextlib.AbstractContextManager[Any]:
-        scope, key = self._new_scope(), (layer.digest, stack.form.length)
+        scope, key = self._new_scope(), _key(stack, layer)
         if key in self._layers.get(stack, ()):
             self._regions[scope] = key
         return jax.named_scope(scope)
@@ -92,3 +92,10 @@ class Collector(ByLayer):
 
     def _new_scope(self) -> str:
         return f"{SCOPE}{next(self._numbers)}."
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _key(stack: Any, layer: Layer) -> _Key:
+    return layer.digest, stack.form.length

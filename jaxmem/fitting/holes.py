@@ -106,7 +106,7 @@ class StackHole(Hole):
         loose = None if self.uses.turns else self.loose_bytes
         sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
         # Beside others what it keeps counts more than what it needs while it is reversed.
-        ways = {0, max(self.uses.alive + self.uses.copies - 1, 1)} if several else {0}
+        ways = {0, max(self.uses.others, 1)} if several else {0}
         found = {one for others in ways for one in candidates(*sizes, later_bytes, others)}
         return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
 
@@ -209,6 +209,7 @@ class StraightHole(Hole):
 
 
 def stack_hole(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackHole:
+    """A stack as a hole, with the options of its layer."""
     length = stack.form.length
     fuses = roofline.fuses_operands
     graph = graph_of(layer, roofline, offload)
@@ -247,6 +248,7 @@ def _choice(layer: Layer, seconds: float, fuses: bool) -> Choice:
 
 
 def straight_hole(code: Code, label: str, roofline: Roofline, offload: bool) -> StraightHole:
+    """Code without a stack as a hole, cut into links with their options."""
     chain = Chain(code, roofline, offload)
     known: dict[str, tuple[LayerValue, ...]] = {}
     for stretch in chain.stretches.values():

@@ -149,9 +149,8 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
 def _several(candidate: Candidate, hole: Hole) -> Candidate:
     """A candidate for all regions that share it, one after the other, on all devices."""
     uses, shards = hole.uses, hole.shards
-    others = uses.alive + uses.copies - 1
     return Candidate(
-        bytes=shards * (candidate.bytes + others * candidate.kept_bytes) if uses.alive else 0,
+        bytes=shards * (candidate.bytes + uses.others * candidate.kept_bytes) if uses.alive else 0,
         kept_bytes=shards * uses.alive * candidate.kept_bytes,
         seconds=uses.times * candidate.seconds,
     )

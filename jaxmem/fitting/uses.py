@@ -36,6 +36,11 @@ class Uses:
     turns: int = 0
     stacked: bool = False
 
+    @property
+    def others(self) -> int:
+        """How often what they keep is there besides that of the one that is reversed."""
+        return self.alive + self.copies - 1
+
 
 ONCE, NOWHERE = Uses(), Uses(times=0, alive=0)
 

@@ -88,8 +88,8 @@ def candidates(
         not store what it can fuse; all of it by default.
       later_bytes: of what is counted elsewhere, as there all the time, and is made only when
         the backward pass comes to the first loop: stacked gradients.
-      others: how many more such stacks there are, what they keep alive while one is reversed; in
-        plans that no other beats this is counted, in their bytes it is not.
+      others: how many more such stacks there are: what these keep counts too where two plans are
+        compared, but is no part of `Candidate.bytes`.
 
     >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
     >>> [(c.bytes, c.seconds) for c in found][:3]

@@ -9,8 +9,8 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from jaxmem.solve.stacks import Candidate
 
@@ -35,6 +35,18 @@ class Rung:
     picks: tuple[int, ...]
     kept_bytes: int = 0
 
+
+class _Held(Protocol):
+    """A plan with its bytes at the worst moment, and those alive after the forward pass."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def kept_bytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Held)
 
 # ---------------------------------------------------------------- API
 
@@ -61,7 +73,8 @@ def together(stacks: Sequence[Sequence[Candidate]], most: int = 400) -> tuple[Ru
             for rung in found
             for place, c in offered
         ]
-        found = _best(grown, last)
+        grown.sort(key=lambda rung: (rung.seconds, rung.bytes, rung.kept_bytes))
+        found = unbeaten(grown, held=not last)
         found = found if last else _thinned(found, found, most)
     return tuple(found)
 
@@ -103,22 +116,25 @@ def ladder(rungs: Sequence[Rung], others: int, most: int = 63) -> tuple[Rung, ..
     return tuple(rungs[k] for k in thinned)
 
 
-# ---------------------------------------------------------------- implementation
+def unbeaten(plans: Iterable[P], held: bool) -> list[P]:
+    """Those that no faster one beats in bytes and, if `held`, in what stays alive.
 
-
-def _best(rungs: list[Rung], last: bool) -> list[Rung]:
-    """Those that no other beats in bytes, seconds and (unless it is the last) what stays alive."""
-    rungs = sorted(rungs, key=lambda r: (r.seconds, r.bytes, r.kept_bytes))
-    best: list[Rung] = []
+    Args:
+      plans: fastest first.
+    """
+    best: list[P] = []
     front: list[tuple[int, int]] = []  # (bytes, kept bytes) of those so far, none beats another
-    for rung in rungs:
-        key = (rung.bytes, 0 if last else rung.kept_bytes)
+    for plan in plans:
+        key = plan.bytes, plan.kept_bytes if held else 0
         if any(a <= key[0] and b <= key[1] for a, b in front):
             continue
         front = [(a, b) for a, b in front if not (key[0] <= a and key[1] <= b)]
         front.append(key)
-        best.append(rung)
+        best.append(plan)
     return best
+
+
+# ---------------------------------------------------------------- implementation
 
 
 def _thinned(items: Sequence[T], sizes: Sequence[Rung | Candidate], most: int) -> list[T]:

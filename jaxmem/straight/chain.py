@@ -21,6 +21,7 @@ from jaxmem.solve.chain import (
     peak_bytes,
     solve_chain,
 )
+from jaxmem.solve.together import unbeaten
 from jaxmem.straight.code import Code
 from jaxmem.straight.plan import Piece, StraightPlan
 from jaxmem.straight.stretch import Stretch, stretch_of
@@ -107,12 +108,8 @@ class Chain:
         ways = list(self.found)
         if several:
             ways += [self._again(plan) for plan in self.found]
-        plans = [self._held(plan, several, stacked) for plan in ways]
-        best: list[HeldPlan] = []
-        for plan in sorted(plans, key=_order):
-            if all(_better(plan, other, several) for other in best):
-                best.append(plan)
-        return best
+        plans = (self._held(plan, several, stacked) for plan in ways)
+        return unbeaten(sorted(plans, key=_order), held=several)
 
     def plan(self, steps: Sequence[Kept | Again]) -> StraightPlan:
         """A plan of the chain as one of the code."""
@@ -288,8 +285,3 @@ def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
 def _order(plan: HeldPlan) -> tuple[float, int, int]:
     # Sums of the same seconds in another order differ in the last digits.
     return float(f"{plan.seconds:.11e}"), plan.bytes, plan.kept_bytes
-
-
-def _better(plan: HeldPlan, faster: HeldPlan, several: bool) -> bool:
-    """Whether there is a use for a plan beside one that is as fast."""
-    return plan.bytes < faster.bytes or (several and plan.kept_bytes < faster.kept_bytes)

@@ -12,9 +12,9 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, tracing
 from jaxmem.execute import Form
-from jaxmem.layer import Body, differentiated
+from jaxmem.layer import Body
 from jaxmem.policies import ByLayer
-from jaxmem.stack import Stack, partial_jvp
+from jaxmem.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,15 +40,11 @@ class Region(Stack):
         self, args: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Results and their tangents; a tangent is None for zero."""
-        body, inside = self.form.body, tracing.is_inside_layer()  # of a stack with a plan
-        outs, found = partial_jvp(self._whole if inside else self._planned, args, tangents)
-        wrt = differentiated(body, *body.split_in([t is not None for t in tangents]))
-        return outs, [t if reached else None for t, reached in zip(found, wrt.outs, strict=True)]
+        wrt = self.wrt([t is not None for t in tangents])
+        inside = tracing.is_inside_layer()  # of a stack with a plan
+        return self.derivative(self.run if inside else self._planned, wrt, args, tangents)
 
-    def _whole(self, *args: Any) -> list[Any]:
-        return self.run(args)
-
-    def _planned(self, *args: Any) -> list[Any]:
+    def _planned(self, args: Sequence[Any]) -> list[Any]:
         return self._stacked(self.policy.run_straight(self.form.body.jaxpr, args, self.label))
 
     def _stacked(self, outs: Sequence[Any]) -> list[Any]:
