@@ -1,11 +1,11 @@
-"""Ways to accumulate gradients, side by side: are they exact, what do they need, how fast are they?
+"""Ways to accumulate gradients compared: are they exact, what do they need, how fast are they?
 
-    python experiments/accumulation.py            # minutes, most of them a TPU's compiler
-    python experiments/accumulation.py --small    # only that it runs, on the attached backend
+python experiments/accumulation.py            # minutes, most of them for a TPU
+python experiments/accumulation.py --small    # a quick trial on the attached backend
 
-It prints tables and writes `results/accumulation.csv` and `.png`.  The contestants are in
-`acc/forms.py`.  Programs for absent devices, compiled once, are on disk: the same command goes
-on where it was stopped, and compiles again only what a change of the library has changed.
+It prints tables and writes `results/accumulation.csv` and `.png`.  The ways are in
+`acc/forms.py`.  Compiled programs for absent devices are cached on disk: the same command
+resumes after an interruption, and compiles again only what a change of the library affects.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Hold jaxmem's ways to accumulate gradients against optax's and a loop by hand."""
+    """Compare jaxmem's ways to accumulate gradients with optax's and a hand-written loop."""
 
     targets: tuple[str, ...] = ("local", "h100-80g", "v5e-16g")
     """What to compile for; "local" is the attached backend."""
     width: int = 2048
-    """Of the matrices whose memory is looked at."""
+    """Of the matrices whose memory is reported."""
     layers: int = 8
     """How many of them."""
     microbatches: int = 8
@@ -47,7 +47,7 @@ class Options:
     results: Path = RESULTS
     """Where accumulation.csv and accumulation.png are written."""
     small: bool = False
-    """Only see that it runs: small programs, fewer, the attached backend, a few rounds."""
+    """A quick trial: small programs, fewer, the attached backend, a few rounds."""
 
     def sized(self) -> "Options":
         """The same, small if that is asked for."""
@@ -82,7 +82,7 @@ def main(options: Options) -> list[Row]:
 
 
 def report(rows: list[Row]) -> str:
-    """The tables, with what was said by what refused or was not compiled."""
+    """The tables, with the messages of forms that refused or were not compiled."""
     parts = []
     gradients = [row for row in rows if row.question == exactness.GRADIENT]
     parts += [
@@ -92,7 +92,7 @@ def report(rows: list[Row]) -> str:
     for row in rows:
         if row.question == exactness.MOMENT:
             parts.append(
-                f"{row.form}: its second moment is {row.value:.0%} off Adam's ({row.case})"
+                f"{row.form}: its second moment differs from Adam's by {row.value:.0%} ({row.case})"
             )
     known = [row for row in rows if row.question == memory.MEMORY and row.unit != "bytes"]
     for case in dict.fromkeys(row.case for row in known):
@@ -115,7 +115,7 @@ def report(rows: list[Row]) -> str:
 
 
 def shown(rows: list[Row]) -> tuple[list[str], str]:
-    """What the picture is of: the first two problems, and an accelerator if there is any."""
+    """What the picture shows: the first two problems, and an accelerator if there is one."""
     known = [row for row in rows if row.unit == "P"]
     device = next((row.device for row in known if row.device != "cpu"), known[0].device)
     return list(dict.fromkeys(row.case for row in known))[:2], device

@@ -1,14 +1,14 @@
-"""Does training go the same way whatever the microbatches?  `results/accumulation_curves.csv`.
+"""Is training the same whatever the microbatches?  Writes `results/accumulation_curves.csv`.
 
     python experiments/accumulation_curves.py     # about five minutes on two cores
 
 The model of `train_lm.py` on ragged sequences, without dropout: the same batches whole, in 2, 4 and
-8 microbatches inside a step, and across steps.
+8 microbatches within a step, and across steps.
 
-No two of these programs round alike, and training can make much of little: at a learning rate
-that is too high, runs that differ in their last bits soon go their own ways.  Beside the
-curves stands therefore one that has nothing to do with accumulation: of the whole batch, from
-parameters that are each the next number that float32 has.
+These programs all round differently, and training can amplify that: at a learning rate that is
+too high, runs that differ in their last bits soon diverge.  For comparison there is therefore a
+curve without accumulation: of the whole batch, from parameters that are each perturbed to the
+next float32 number.
 """
 
 import csv
@@ -40,14 +40,14 @@ WHOLE, NUDGED = "whole batch", "none; parameters nudged"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Train the same way in several forms, and compare the losses."""
+    """Train the same model with several forms of accumulation, and compare the losses."""
 
     model: Config = dataclasses.field(
         default_factory=lambda: Config(ragged=True, dropout=0.0, steps=50)
     )
     """What is trained; its accumulation and its learning rate are set here."""
     learning_rates: tuple[float, ...] = (1e-3, 5e-3)
-    """The first is what the goal is for; the last of these is the default of train_lm.py."""
+    """The goal is for the first; the last is the default of train_lm.py."""
     microbatches: tuple[int, ...] = (2, 4, 8)
     """How many, inside a step and across steps."""
     results: Path = RESULTS

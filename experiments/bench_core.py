@@ -1,4 +1,4 @@
-"""What the decorators cost in time: tracing, stepping, compiling deep stacks.
+"""The time that decorators cost: in tracing, in a step, in compiling deep stacks.
 
 Three questions, each answered by a ratio or a time measured in one run:
 
@@ -6,7 +6,7 @@ Three questions, each answered by a ratio or a time measured in one run:
 * step time of `full`, over the hand-written `jax.checkpoint` in `lax.scan` (goal: within 3 %);
 * seconds to compile the gradient of 10 000 layers under `revolve` (goal: under 10).
 
-Rounds alternate between the contestants, and medians are compared: machines are noisy.
+Rounds alternate between the variants, and medians are compared, since machines are noisy.
 Run it with `make bench`; it prints a table and writes `experiments/results/bench_core.csv`.
 """
 
@@ -38,7 +38,7 @@ class Options:
     """How much to measure."""
 
     rounds: int = 15
-    """Times that each contestant is measured."""
+    """Times that each variant is measured."""
     layers: int = 24
     """Depth of the transformer that is traced and stepped."""
     width: int = 128
@@ -98,7 +98,7 @@ def train_step(encoder: nn.Module) -> Callable[..., Any]:
 def alternate(
     contestants: dict[str, Callable[[], float]], rounds: int, what: str
 ) -> dict[str, list[float]]:
-    """Seconds of each contestant, in rounds that go over all of them, in shuffled order."""
+    """Seconds of each variant, in rounds over all of them in shuffled order."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     order, shuffle = list(contestants), random.Random(0).shuffle
     for _ in tqdm(range(rounds), desc=what, unit="round"):

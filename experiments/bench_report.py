@@ -1,15 +1,15 @@
-"""What a memory report costs in time, over the bare compilation of the same program.
+"""The time of a memory report, compared with compilation alone of the same program.
 
 Three questions, each answered in one run, for programs of `programs.py`:
 
 * a report, with an empty cache, without its trace and lowering, over jax's own `.compile()`
   (goal: at most 15 % or 0.5 s more), where the compiler is loaded already: in this process for
   the one, in the worker for the other.  The first report of a process starts that worker, and
-  what it takes then stands beside it;
+  the time of which is a row of its own;
 * the same report again (goals: under 1 s in all, under 100 ms beyond trace, lowering and export);
 * the first report on the reference transformer, all in all (goal: under 40 s).
 
-The contestants take turns, in shuffled order, and medians are compared: machines
+The variants alternate in shuffled order, and medians are compared, since machines
 are noisy.  It prints a table and writes `experiments/results/bench_report.csv`.
 """
 
@@ -53,7 +53,7 @@ class Options:
     """How much to measure."""
 
     rounds: int = 3
-    """Times that each contestant is measured."""
+    """Times that each variant is measured."""
     target: str = "h100-80g"
     """What to compile for."""
     results: Path = RESULTS

@@ -1,23 +1,23 @@
-"""The largest batch and the largest model that one accelerator takes: plain, and with jaxmem.
+"""The largest batch and the largest model that fit one accelerator: undecorated, and with jaxmem.
 
-    python experiments/big_batch.py                              # an H100, which need not be there
-    python experiments/big_batch.py --targets rtx-4090-24g v5e-16g
-    python experiments/big_batch.py --small                      # only that it runs
+python experiments/big_batch.py                              # an H100, which may be absent
+python experiments/big_batch.py --targets rtx-4090-24g v5e-16g
+python experiments/big_batch.py --small                      # a quick trial
 
-A step of adamw of a GPT over bytes, float32 parameters and moments, bfloat16 layers, attention
-written out.  Asked is first the largest batch of a model of 24 layers, then the largest number of
-layers with 64 sequences a step; each plain, with every layer recomputed (`remat_full`), in
-microbatches (`jaxmem.value_and_grad`), and all together, for which `jaxmem.fit` plans what is
-recomputed and the GPU compiler's own rematerialisation is switched off.  In microbatches any batch
-can be had, so there the question is what the compiled step of a very large one needs.
+An AdamW step of a byte-level GPT, float32 parameters and moments, bfloat16 layers, attention
+without a fused kernel.  The questions are the largest batch of a model of 24 layers, and the
+largest number of layers with 64 sequences a step; each undecorated, with every layer recomputed
+(`remat_full`), in microbatches (`jaxmem.value_and_grad`), and all together, for which `jaxmem.fit`
+plans the recomputation and the GPU compiler's rematerialisation is switched off.  With
+microbatches any batch fits, so there the row is the compiled step of a very large one.
 
 Sizes have at most five significant bits, and a size is the largest only if the next one was
-compiled too and seen not to fit.  What fits is what needs at most 95 % of the memory.  Extra work
-is matrix work of the compiled program over the model's.  Where nothing is recomputed by a policy
-it is the compiler's own: near the limit it rematerialises, on GPUs without needing any less.
+compiled and did not fit.  A step fits if it needs at most 95 % of the memory.  Extra FLOPs are the
+matmul FLOPs of the compiled program beyond the model's.  Where no policy recomputes, they are the
+compiler's: near the limit it rematerialises, on GPUs without needing any less memory.
 
-It writes `results/big_batch.csv`, a row for each compiled program, and `.png`, and goes on where
-it was stopped.
+It writes `results/big_batch.csv`, a row per compiled program, and `.png`, and resumes after an
+interruption.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from tqdm import tqdm
 import jaxmem
 from common.compiling import QUICK, planned
 from common.table import Table, versions
-from jaxmem.text import parse_size
+from jaxmem._util.text import parse_size
 from side import sizes
 from side.jax_nets import loss, training
 from side.largest import largest

@@ -1,10 +1,9 @@
-"""Models of many shapes, each a train step that `jaxmem.fit` is asked to bring within budgets.
+"""Models of various structures, each a train step for `jaxmem.fit` to bring within budgets.
 
     jaxmem fit experiments/budgeted_models.py:unet --budget 100MiB --target h100-80g
 
-Nothing is allocated: what a step takes is described by shape.  What is decorated is the
-forward pass as a whole; where it has a scan that is a layer stack, and straight-line code
-where it has none.
+Nothing is allocated: arguments are described by shape.  The whole forward pass is decorated;
+it is a layer stack where it has a scan, and unrolled code where it has none.
 
 Shapes: B batch, D width, S positions, E experts, H height and width of an image.
 """

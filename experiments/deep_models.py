@@ -1,16 +1,16 @@
-"""Models of any depth, each a train step that `jaxmem.fit` is asked to bring within a budget.
+"""Models of any depth, each a train step for `jaxmem.fit` to bring within a budget.
 
     jaxmem fit experiments/deep_models.py:feedforward --budget 10GiB --target h100-80g
 
-Layers that are equal stand in a scan, so that a compiler takes as long for ten of them as for
-ten thousand.  A round of that scan may be a *group* of layers, written out one after the other:
-within a round a plan can drop the carry between two layers and keep something smaller, which
-between rounds it cannot.  Grouping changes nothing else.
+Equal layers are scanned over, so that compilation takes as long for ten of them as for ten
+thousand.  An iteration of the scan may be a *group* of layers, written out one after the other:
+within an iteration a plan can drop the carry between two layers and keep something smaller,
+which it cannot between iterations.  Grouping changes nothing else.
 
-`remat` is "hand" for `jax.checkpoint` around each round, as one would write it without jaxmem;
-anything else is the policy of a decorator of jaxmem, which holds until `fit` finds a plan.
-Nothing is allocated: what a step takes is described by shape.  A step is one of gradient descent
-with momentum, all of it donated, unless it says otherwise.
+`remat` is "hand" for `jax.checkpoint` around each iteration, as one would write it without jaxmem;
+anything else is the policy of a jaxmem decorator, which applies until `fit` finds a plan.
+Nothing is allocated: arguments are described by shape.  A step is one of gradient descent with
+momentum, with everything donated, unless stated otherwise.
 
 Shapes: B batch, S positions, D width, H heads, K width of a head, C channels.
 """
@@ -30,7 +30,7 @@ import jaxmem
 Spec = jax.ShapeDtypeStruct
 Tree = Any
 
-# What batch norm remembers of earlier batches, and what keeps it from dividing by 0.
+# Momentum and epsilon of batch norm.
 _MEMORY, _EPSILON = 0.9, 1e-5
 
 # ---------------------------------------------------------------- the models

@@ -1,24 +1,24 @@
-"""How much deeper does a network get in the same memory, and what does that cost?
+"""How much deeper can a network be in the same memory, and what does that cost?
 
-    python experiments/deeper.py            # compilers' time, minutes on two idle cores
+    python experiments/deeper.py            # minutes of compilation on two idle cores
     python experiments/deeper.py --small    # one small network, on the attached backend
 
 gradient-checkpointing (2018) claims feed-forward models ten times larger for 20 % more time.  Here
-a feed-forward net, a bottleneck ResNet and a transformer get as deep as a budget allows with
+a feed-forward net, a bottleneck ResNet and a transformer are as deep as a budget allows with
 everything kept; then `jaxmem.fit` is asked for 10, 20, 50 and 100 times that depth within the same
-budget.  The budget is for the whole step: parameters, momentum and gradient, which grow
-with depth as well, are in it.  Batches are large and layers narrow, so that activations dominate
-as they do in the claim; the table says what share of the budget is left to arguments.
+budget.  The budget is for the whole step, including parameters, momentum and gradient, which grow
+with depth too.  Batches are large and layers narrow, so that activations dominate as in the
+claim; the table gives the share of the budget that arguments take.
 
-Beside it the deepest that `jax.checkpoint` around each layer by hand gets.
+For comparison: the deepest net with a hand-written `jax.checkpoint` around each layer.
 
-Extra work is that of matrix products and convolutions in the compiled program, loops times their
-trip counts, over that of a forward and a backward pass of that very depth.  Elementwise operations
-are not in it, and are where nearly all of keeping everything goes; the roofline time, which
-counts bytes moved as well, is in the table for what it is worth.
+Extra matmul FLOPs are those of the compiled program, loops times their trip counts, beyond a
+forward and a backward pass of the same depth.  Elementwise operations are not counted, though they
+read and write nearly all of the memory; the roofline time, which counts bytes moved, is in the
+table for comparison.
 
-It prints a table and writes `results/deeper.csv`, one row a program, and `.png`; the same command
-goes on where it was stopped.
+It prints a table and writes `results/deeper.csv`, one row per program, and `.png`; the same command
+resumes after an interruption.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from tqdm import tqdm
 from common import picture
 from common.compiling import Planned, compiling, is_recomputed_by_compiler, planned
 from common.table import Record, Table, markdown, versions
-from jaxmem.text import parse_size, size
+from jaxmem._util.text import parse_size, size
 
 RESULTS = Path(__file__).parent / "results"
 KEPT, HAND, FIT = "everything kept", "by hand", "fit"
@@ -57,7 +57,7 @@ class Options:
     models: tuple[str, ...] = tuple(MODELS)
     """Which of deep_models.py."""
     budget: str = "59GiB"
-    """What a whole step may need; from about 60 on XLA recomputes by itself on an 80 GB GPU."""
+    """What a whole step may need; from about 60 GiB XLA itself rematerialises on an 80 GB GPU."""
     times: tuple[float, ...] = (10.0, 20.0, 50.0, 100.0)
     """How many times deeper than with everything kept."""
     timeout: float = 1800.0
@@ -99,7 +99,7 @@ class Row(Record):
       group: how many layers make a round of the scan.
       fits: whether it is within the budget; of a `FIT` that does not the figures are the least's.
       argument_bytes: parameters, momentum and batch.
-      predicted_bytes: required bytes, as `fit` foretold them.
+      predicted_bytes: required bytes, as `fit` predicted them.
       matmul_flops: of the compiled program; `model_matmul_flops` without recomputation.
       compiler_remat: whether the compiler recomputes by itself as well.
       seconds: by the roofline of the target, None where it is unknown.
@@ -127,7 +127,7 @@ class Row(Record):
 
     @property
     def extra(self) -> float:
-        """Matrix work over that of the model, less one."""
+        """Matmul FLOPs over that of the model, less one."""
         return self.matmul_flops / self.model_matmul_flops - 1
 
 
@@ -194,14 +194,14 @@ def answer(rows: Sequence[Row]) -> str:
         )
         lines.append(f"{asked} times deeper: {text}")
     return (
-        f"Extra matrix work within {size(rows[0].budget_bytes)}. {'; '.join(lines)}. Published: "
+        f"Extra matmul FLOPs within {size(rows[0].budget_bytes)}. {'; '.join(lines)}. Published: "
         f"{PUBLISHED[0]:g} times larger for {PUBLISHED[1]:.0%} more time."
     )
 
 
 def summary(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    head = ["", "layers", "deeper", "in all", "arguments", "extra work", "roofline", "foretold"]
+    head = ["", "layers", "deeper", "in all", "arguments", "extra FLOPs", "roofline", "predicted"]
     lines = [head]
     for row in rows:
         kept = next(one for one in rows if one.kind == KEPT and one.model == row.model)
@@ -226,7 +226,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Depth across, as multiples of that with everything kept; extra work upwards."""
+    """Extra matmul FLOPs against depth, in multiples of the depth with everything kept."""
     fitting = [row for row in rows if row.fits]
     goal = [row for row in fitting if row.kind == FIT and round(times(row, rows)) == PUBLISHED[0]]
     message = f"No plan of {PUBLISHED[0]:g} times the depth was asked for, or none fits"
@@ -234,7 +234,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         message = (
             f"{PUBLISHED[0]:g} × deeper in {size(rows[0].budget_bytes)} for "
             f"{max(0.0, min(row.extra for row in goal)):.0%} to "
-            f"{max(row.extra for row in goal):.0%} more work"
+            f"{max(row.extra for row in goal):.0%} extra matmul FLOPs"
         )
     with picture.drawn(path, message, width=7.4, height=4.4) as (axes,):
         for colour, model in zip(picture.COLOURS, MODELS, strict=False):
@@ -254,7 +254,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.set_xticks(ticks, [f"{tick} ×" for tick in ticks], minor=False)
         axes.set_xticks([], minor=True)
         axes.set_xlabel("layers, as multiples of those that fit with everything kept")
-        axes.set_ylabel("more matrix work, %")
+        axes.set_ylabel("extra matmul FLOPs, %")
         axes.legend(loc="upper left", frameon=False)
 
 

@@ -1,16 +1,16 @@
-"""`jaxmem.fit` on models of many shapes: are budgets kept, and are predictions near the truth?
+"""`jaxmem.fit` on various models: are budgets kept, and how good are the predictions?
 
-    python experiments/fit_models.py            # nearly all of the time is compilers'
+    python experiments/fit_models.py            # nearly all of the time is compilation
     python experiments/fit_models.py --models lstm --targets h100-80g --budgets 3
 
 For each model of `budgeted_models.py` and each target, budgets are spread evenly, by factors,
 between the least that any plan compiles to and what the step needs with everything kept, or what
 the accelerator has if that is less.  In each the compiled program has to be within the budget, and
 none may recompute more than one with a smaller budget does.  Temporaries are predicted twice:
-before any compiler had spoken, and when `fit` chose the plan, from what others had come to.
+before anything is compiled, and when `fit` chooses the plan, corrected by plans compiled so far.
 
-It prints a table and writes `results/fit_models.csv`, a row for each budget as soon as it is
-known; the same command goes on where it was stopped.
+It prints a table and writes `results/fit_models.csv`, a row per budget as soon as it is
+known; the same command resumes after an interruption.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from budgeted_models import MODELS, ONLY_FOR
 
 import jaxmem
 from common.table import Record, Table, versions
+from jaxmem._util.text import size
 from jaxmem.fitting.question import Question
 from jaxmem.fitting.step_problem import StepProblem, look
-from jaxmem.text import size
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,14 +52,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Row(Record):
-    """What came of one budget; sizes in bytes.
+    """The plan for one budget; sizes in bytes.
 
     Attributes:
       place: which of the budgets, 0 the least.
       temporaries: of the compiled program.
-      predicted: the same before any compiler had spoken.
-      expected: the same when this plan was compiled, from what others had come to by then.
-      seconds: of extra work, by the roofline.
+      predicted: the same, predicted before anything was compiled.
+      expected: the same, predicted when this plan was compiled, corrected by plans compiled before.
+      seconds: of recomputation, by the roofline.
       matmul_flops: of the compiled program.
       compiles: how often the compiler was asked.
     """
@@ -78,12 +78,12 @@ class Row(Record):
 
     @property
     def off(self) -> float:
-        """How far the prediction is from the truth, relative to it."""
+        """The relative error of `predicted`."""
         return self.predicted / self.temporaries - 1
 
     @property
     def off_then(self) -> float:
-        """How far what was expected is."""
+        """The relative error of `expected`."""
         return self.expected / self.temporaries - 1
 
 
@@ -104,7 +104,7 @@ def main(options: Options) -> list[Row]:
                 table.add(row)
                 print(
                     f"{model} {target}: budget {size(row.budget)}, needs {size(row.required)}, "
-                    f"foretold {row.off:+.1%} off, {row.seconds * 1e3:.3f} ms more",
+                    f"predicted {row.off:+.1%} off, {row.seconds * 1e3:.3f} ms more",
                     flush=True,
                 )
         rows += sorted(table.of(made_by, model=model, target=target), key=_budget)
@@ -120,7 +120,9 @@ def asked(model: str, target: str, options: Options, done: set[int]) -> Iterator
         options.timeout, True,
     )  # fmt: skip
     problem = look(ask, False, "roofline")
-    least, most = (problem.report(ask, rung).required_bytes for rung in (len(problem.rungs) - 1, 0))
+    least, most = (
+        problem.report(ask, candidate).required_bytes for candidate in (len(problem.front) - 1, 0)
+    )
     if target != "local":  # a program that is too large is not what was planned: see frontier.py
         most = min(most, jaxmem.target(target).memory)
     for place in range(options.budgets):
@@ -146,7 +148,7 @@ def asked(model: str, target: str, options: Options, done: set[int]) -> Iterator
             budget,
             report.required_bytes,
             report.temp_bytes,
-            problem.predicted[_rung(problem, fitted.plan)] - fixed,
+            problem.predicted[_candidate(problem, fitted.plan)] - fixed,
             why.predicted_bytes - fixed,
             why.extra_seconds,
             report.matmul_flops or 0,
@@ -169,14 +171,14 @@ def report(rows: Sequence[Row]) -> str:
         lines.append(
             f"{model:>13} {target:>9}: {size(own[0].required)} to {size(own[-1].required)}, "
             f"{kept} of {len(own)} budgets kept, recomputation {course} with the budget (at the "
-            f"least {work:.1%} more matrix work), predictions off by "
+            f"least {work:.1%} extra matmul FLOPs), predictions off by "
             f"{statistics.median(off):.1%} in the median, {max(off):.1%} at most "
             f"({statistics.median(then):.1%} and {max(then):.1%} when compiled), "
             f"{max(row.compiles for row in own)} compiles at most"
         )
     if rows:
         for what, found in (
-            ("before any compiler had spoken", [abs(row.off) for row in rows]),
+            ("before anything was compiled", [abs(row.off) for row in rows]),
             ("when they were compiled", [abs(row.off_then) for row in rows]),
         ):
             over = sum(one > 0.1 for one in found)
@@ -200,8 +202,8 @@ def _can_compile(model: str, target: str) -> bool:
     return ONLY_FOR.get(model, platform) == platform
 
 
-def _rung(problem: StepProblem, plan: jaxmem.StepPlan) -> int:
-    return next(k for k in range(len(problem.rungs)) if problem.plan(k) == plan)
+def _candidate(problem: StepProblem, plan: jaxmem.StepPlan) -> int:
+    return next(k for k in range(len(problem.front)) if problem.plan(k) == plan)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""`jaxmem.fit` beside the policies in use: how much a transformer recomputes in the same memory.
+"""`jaxmem.fit` and the policies in use: how much a transformer recomputes in the same memory.
 
-    python experiments/frontier.py            # an hour a target, nearly all of it compilers'
-    python experiments/frontier.py --small    # a small transformer, on the attached backend
+python experiments/frontier.py            # an hour per target, nearly all of it compilation
+python experiments/frontier.py --small    # a small transformer, on the attached backend
 
 The reference transformer of `programs.py` is compiled under each policy of `front/rivals.py`, and
-as flax, haliax and equinox run its layers (`front/peers.py`) with the same weights: their
+as flax, haliax and equinox run its layers (`front/peers.py`) with the same weights; their
 gradients are compared.  `fit` is asked for a plan in the memory of each, in between, and at a 7th,
-a 10th and a 19th of the temporaries.  Matrix work is counted in the compiled programs, loops times
-their trip counts, so that nobody is charged for what a compiler removes.  Nothing but the
-gradients of a small transformer is run, and no target need be there.
+a 10th and a 19th of the temporaries.  Matmul FLOPs are counted in the compiled programs, loops
+times their trip counts, so that recomputation removed by the compiler does not count.  Only the
+gradients of a small transformer are executed, and no target needs to be present.
 
-It prints what came of it and writes `results/frontier.csv` and a picture for each target,
-`results/frontier_TARGET.png`.  The same command goes on where it was stopped; rows of other
-versions are made anew, and all are with `--again` (programs that have not changed are not
-compiled again even then).
+It prints the results and writes `results/frontier.csv` and a picture per target,
+`results/frontier_TARGET.png`.  The same command resumes after an interruption; rows of other
+versions are replaced, all of them with `--again` (unchanged programs still come from the cache).
 """
 
 import contextlib
@@ -65,7 +64,7 @@ class Options:
     again: bool = False
     """Make all rows anew."""
     small: bool = False
-    """Only see that it runs: a small transformer on the attached backend."""
+    """A quick trial: a small transformer on the attached backend."""
 
     def sized(self) -> "Options":
         """The same, small if that is asked for."""
@@ -99,7 +98,7 @@ class Options:
 
     @property
     def rivals(self) -> list[Rival]:
-        """All that `fit` is held against."""
+        """All that `fit` is compared with."""
         found = [*rivals.RIVALS, *rivals.of_others(self.layers)]
         return rivals.of_each_kind(found) if self.small else found
 
@@ -219,7 +218,7 @@ def _fit(one: Asked, options: Options, made: Made) -> Row:
             **options.compiling,
         )
     except jaxmem.BudgetError as error:
-        # What it needs at least is above the budget: no answer, so no matrix work.
+        # What it needs at least is above the budget: no answer, so no matmul FLOPs.
         return made.row(
             FIT,
             one.name,

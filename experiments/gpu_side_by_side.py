@@ -1,19 +1,19 @@
-"""Time and memory on an attached NVIDIA GPU: jaxmem, jax.checkpoint by hand, and PyTorch.
+"""Time and memory on an attached NVIDIA GPU: jaxmem, hand-written jax.checkpoint, and PyTorch.
 
     python experiments/gpu_side_by_side.py                  # needs a GPU
     python experiments/gpu_side_by_side.py --nets CNN       # or transformer, "fused transformer"
-    python experiments/gpu_side_by_side.py --device cpu     # only that it runs; no peaks
+    python experiments/gpu_side_by_side.py --device cpu     # a quick trial; no peaks
 
-The same nets, of the same initial weights, are trained on the same batch: under jaxmem's policies
-and under `jaxmem.fit` in several budgets, among them the peak of every rival that no other beats;
-with `jax.checkpoint` around each layer; and, where PyTorch is installed, by that: plain,
+The same nets, with the same initial weights, are trained on the same batch: under jaxmem's policies
+and under `jaxmem.fit` at several budgets, among them the peak of every Pareto-optimal rival;
+with `jax.checkpoint` around each layer; and, where it is installed, by PyTorch: plain,
 `torch.utils.checkpoint` around each layer, `checkpoint_sequential`, `torch.compile`, and that with
-`activation_memory_budget`.  Each is measured in a process of its own: the median time of a step,
-the device waited for before and after, and the peak of the framework's allocator.  One that runs
-out of memory has a row that says so.  Losses of the first two steps must agree, within the
-tolerance of `side/rows.py`, or the row counts for nothing.
+`activation_memory_budget`.  Each is measured in a separate process: the median time of a step,
+synchronised before and after, and the peak of the framework's allocator.  One that runs
+out of memory has a row that says so.  Losses of the first two steps must agree within the
+tolerance of `side/rows.py`, or the row is not counted.
 
-It writes `results/gpu_side_by_side.csv` and `.png`, and goes on where it was stopped.  Without a
+It writes `results/gpu_side_by_side.csv` and `.png`, and resumes after an interruption.  Without a
 GPU it says what it needs, and writes nothing.
 """
 
@@ -46,7 +46,7 @@ also: pip install torch.  Nothing was measured and nothing written."""
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Hold jaxmem against jax.checkpoint by hand and PyTorch on an attached GPU."""
+    """Compare jaxmem with hand-written jax.checkpoint and PyTorch on an attached GPU."""
 
     nets: tuple[shapes.Name, ...] = tuple(shapes.NETS)
     """Which to train."""

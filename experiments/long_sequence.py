@@ -1,21 +1,21 @@
-"""An LSTM along 10 000 steps: does each schedule need and evaluate what its formula says?
+"""An LSTM over 10 000 steps: does each schedule need and evaluate what its formula says?
 
-    python experiments/long_sequence.py            # the compiler's minutes, and one of counting
-    python experiments/long_sequence.py --small    # a hundred steps, on the attached backend
+python experiments/long_sequence.py            # minutes of compilation, and one of counting
+python experiments/long_sequence.py --small    # a hundred steps, on the attached backend
 
-Everything kept, the square-root cut, cuts nested two to four times, and revolve with 4 to 64
-carries, beside equinox's checkpointed loop with as many.  Memory is that of the value_and_grad
-compiled for a target, which need not be there.  Evaluations are counted: the same plans run on
-the attached backend along as many steps, with a cell so small that it takes no time, which
-reports each of its runs; gradients are compared with that of everything kept.
+Compared are everything kept, √n segments, segments nested two to four times, revolve with 4 to 64
+carries, and equinox's checkpointed loop with as many.  Memory is that of the value_and_grad
+compiled for a target, which need not be present.  Evaluations are counted: the same plans run on
+the attached backend over as many steps, with a very small cell that reports each of its
+evaluations; gradients are compared with that of everything kept.
 
-Formulas are those of the plans (`jaxmem.Plan.bytes`, `.extra_forwards`).  They know of carries
-and tapes, not of the gradient that accumulates beside them nor of a step's working set.
-equinox places its carries without knowing how long the loop will be; by its formula stands
-what the best schedule of so many carries evaluates, which is revolve's.
+Formulas are those of the plans (`jaxmem.Plan.bytes`, `.extra_forwards`).  They count carries and
+residuals, not the gradient accumulated in addition, nor a step's workspace.  equinox places its
+carries without knowing the length of the loop; the formula given for it is the number of
+evaluations of the best schedule with as many carries, which is revolve's.
 
-It prints a table and writes `results/long_sequence.csv` and `.png`; the same command goes on
-where it was stopped.
+It prints a table and writes `results/long_sequence.csv` and `.png`; the same command resumes
+after an interruption.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ import jaxmem
 from common.table import Table, versions
 from sequence import loops, picture
 from sequence.loops import Way
-from sequence.table import Row, answer, beside, summary
+from sequence.table import Row, against_equinox, answer, summary
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Hold schedules for a long loop against their formulas, and against equinox's."""
+    """Compare schedules for a long loop with their formulas, and with equinox's loop."""
 
     target: str = "h100-80g"
     """What to compile for; "local" is the attached backend."""
@@ -107,7 +107,7 @@ def main(options: Options) -> list[Row]:
                 table.add(row)
             rows.append(row)
     file = options.results / "long_sequence.png"
-    picture.draw(rows, f"{options.steps:,} steps: {beside(rows)}", file)
+    picture.draw(rows, f"{options.steps:,} steps: {against_equinox(rows)}", file)
     print(f"{options.target}, {options.program}\n")
     print(f"{summary(rows)}\n\n{answer(rows)}")
     print(f"written: {table.path}, {file}")

@@ -21,7 +21,7 @@ attached backend, and its accuracy on digits held out is compared.  (All hundred
 they are, do not learn: --train-depth 100 --policies none shows it.)
 
 It prints tables and writes `results/mnist_cnn.csv` and `.png` and `results/mnist_cnn_training.csv`.
-The same command goes on where it was stopped.
+The same command resumes after an interruption.
 """
 
 import dataclasses

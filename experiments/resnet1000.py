@@ -1,24 +1,24 @@
-"""The ResNet of a thousand layers: how much less memory, for how much more work?
+"""The ResNet of a thousand layers: how much memory is saved, and for how many extra matmul FLOPs?
 
-    python experiments/resnet1000.py            # compilers' time, minutes on two idle cores
+    python experiments/resnet1000.py            # minutes of compilation on two idle cores
     python experiments/resnet1000.py --small    # a small one, on the attached backend
 
 Chen et al. 2016 brought the feature maps of a 1000-layer ResNet on ImageNet shapes from 48 to 7 GB
-for 30 % more time.  Here are 1004 layers: the stages of ResNet-200, of the authors' own example,
+for 30 % more time.  This net has 1004 layers: the stages of ResNet-200, from the authors' example,
 with five times the blocks, and its batch of 32.  Float32, batch norm over the batch; results are
-the loss, its gradient and the new state of batch norm, so that temporaries are feature maps
-and what goes with them.  The optimizer stands outside.
+the loss, its gradient and the new state of batch norm, so that temporaries are mainly feature
+maps.  There is no optimizer.
 
 Each stage is a stack of equal blocks.  Rows: everything kept; `jax.checkpoint` around each block
 by hand; policies of jaxmem; and `jaxmem.fit`, asked for plans within budgets that are shares of
-what keeping everything needs: once block by block, and then with the two long stages scanned in
+the memory with everything kept: once block by block, and then with the two long stages scanned in
 groups of three and of five blocks.  Within a group a plan may drop the wide carry between two
-blocks and keep the narrow results of convolutions, which costs less than computing segments anew.
+blocks and keep the narrow results of convolutions, which costs less than recomputing segments.
 
-Extra work is that of matrix products and convolutions in the compiled program, loops times their
-trip counts, over that of a forward and a backward pass, of which a forward pass is a third.
-It prints a table and writes `results/resnet1000.csv` and `.png`; the same command goes on where
-it was stopped.
+Extra matmul FLOPs are those of the compiled program, loops times their trip counts, beyond a
+forward and a backward pass, of which a forward pass is a third.
+It prints a table and writes `results/resnet1000.csv` and `.png`; the same command resumes after
+an interruption.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from tqdm import tqdm
 from common import picture
 from common.compiling import Planned, compiling, is_recomputed_by_compiler, planned
 from common.table import Record, Table, markdown, versions
-from jaxmem.text import size
+from jaxmem._util.text import size
 
 RESULTS = Path(__file__).parent / "results"
 KEPT, HAND, POLICY, FIT = "everything kept", "by hand", "jaxmem policy", "fit"
@@ -41,7 +41,7 @@ KEPT, HAND, POLICY, FIT = "everything kept", "by hand", "jaxmem policy", "fit"
 # Published (arXiv 1604.06174, abstract): GB of feature maps before and after, and more time.
 PUBLISHED = (48.0, 7.0, 0.30)
 
-# To be shown: so many times fewer bytes, for at most so much more work.
+# The goal: temporaries so many times smaller, for at most these extra matmul FLOPs.
 GOAL_TIMES, GOAL_EXTRA = 10.0, 0.30
 
 # ---------------------------------------------------------------- types
@@ -56,7 +56,7 @@ class Options:
     stages: tuple[int, ...] = (16, 121, 181, 16)
     """Blocks of each stage."""
     groups: tuple[int, ...] = (1, 3, 5, 1)
-    """Blocks in a round of each stage's scan, where they are grouped."""
+    """Blocks in an iteration of each stage's scan, where they are grouped."""
     batch: int = 32
     """Images."""
     image: int = 224
@@ -66,9 +66,9 @@ class Options:
     policies: tuple[str, ...] = ("dots", "full", "sqrt")
     """Of jaxmem, for comparison."""
     times: tuple[float, ...] = (PUBLISHED[0] / PUBLISHED[1], GOAL_TIMES)
-    """So many times fewer temporaries `fit` is asked for; the last also block by block."""
+    """Reductions of temporaries that `fit` is asked for; the last also block by block."""
     whole_times: tuple[float, ...] = (GOAL_TIMES,)
-    """So many times fewer bytes in all, parameters and gradient included."""
+    """Reductions of all bytes, including parameters and gradient."""
     compiles: int = 6
     """How often `fit` may ask the compiler for one budget."""
     timeout: float = 1800.0
@@ -91,7 +91,7 @@ class Options:
 
     @property
     def program(self) -> str:
-        """What tells the rows of one network from another's."""
+        """The sizes, which identify the rows of one network."""
         stages = "-".join(map(str, self.stages))
         return f"stages={stages} batch={self.batch} image={self.image} width={self.width}"
 
@@ -112,7 +112,7 @@ class Row(Record):
       name: of the policy, or what `fit` was asked for.
       groups: how many blocks make a round of each stage's scan.
       fits: whether it is within the budget, if there is one.
-      predicted_bytes: required bytes, as `fit` foretold them.
+      predicted_bytes: required bytes, as `fit` predicted them.
       matmul_flops: of the compiled program; `model_matmul_flops` without recomputation.
       compiler_remat: whether the compiler recomputes by itself as well.
       compiles: how often `fit` asked the compiler.
@@ -136,7 +136,7 @@ class Row(Record):
 
     @property
     def extra(self) -> float:
-        """Matrix work over that of the model, less one."""
+        """Matmul FLOPs over that of the model, less one."""
         return self.matmul_flops / self.model_matmul_flops - 1
 
     @property
@@ -172,7 +172,7 @@ def main(options: Options) -> list[Row]:
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """The answer of `fit` that reaches the goal with the least work, if one does."""
+    """The answer of `fit` that reaches the goal with the least matmul FLOPs, if one does."""
     good = [
         row
         for row in rows
@@ -184,22 +184,22 @@ def best(rows: Sequence[Row]) -> Row | None:
 
 
 def answer(rows: Sequence[Row]) -> str:
-    """What came of it, from the rows alone."""
+    """The result in words, from the rows alone."""
     kept, found = rows[0], best(rows)
     if found is None:
         return _missed()
     text = (
-        f"{kept.temp_bytes / found.temp_bytes:.1f} times fewer temporaries "
-        f"({size(kept.temp_bytes)} to {size(found.temp_bytes)}) for {found.extra:.1%} more matrix "
-        f"work, {3 * found.extra:.2f} of a forward pass; published: "
-        f"{PUBLISHED[0] / PUBLISHED[1]:.1f} times fewer ({PUBLISHED[0]:g} to {PUBLISHED[1]:g} GB) "
-        f"for {PUBLISHED[2]:.0%} more time."
+        f"temporaries {kept.temp_bytes / found.temp_bytes:.1f} times smaller "
+        f"({size(kept.temp_bytes)} to {size(found.temp_bytes)}) for {found.extra:.1%} extra matmul "
+        f"FLOPs, {3 * found.extra:.2f} of a forward pass; published: "
+        f"{PUBLISHED[0] / PUBLISHED[1]:.1f} times smaller ({PUBLISHED[0]:g} to "
+        f"{PUBLISHED[1]:g} GB) for {PUBLISHED[2]:.0%} more time."
     )
     ours = [row for row in rows if row.kind == FIT]
     whole = [row for row in ours if kept.required_bytes >= GOAL_TIMES * row.required_bytes]
     for row in sorted(whole, key=lambda row: row.extra)[:1]:
         text += (
-            f" Parameters and gradient counted in ({size(kept.required_bytes)}), "
+            f" With parameters and gradient ({size(kept.required_bytes)}), "
             f"{kept.required_bytes / row.required_bytes:.1f} times less for {row.extra:.1%}."
         )
     return text
@@ -207,7 +207,7 @@ def answer(rows: Sequence[Row]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    lines = [["", "temporaries", "less", "in all", "less", "extra work", "forwards", "foretold"]]
+    lines = [["", "temporaries", "less", "in all", "less", "extra FLOPs", "forwards", "predicted"]]
     for row in rows:
         off = None if row.predicted_bytes is None else row.predicted_bytes / row.required_bytes - 1
         name = row.kind if row.kind == KEPT else f"{row.kind}: {row.name}"
@@ -229,13 +229,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """How many times fewer temporaries across, extra work upwards."""
+    """Extra matmul FLOPs against the reduction of temporaries."""
     found = best(rows)
     message = _missed()
     if found is not None:
         message = (
-            f"{found.layers} layers in {rows[0].temp_bytes / found.temp_bytes:.1f} times less "
-            f"memory for {found.extra:.0%} more work"
+            f"{found.layers} layers with {rows[0].temp_bytes / found.temp_bytes:.1f} times smaller "
+            f"temporaries for {found.extra:.0%} extra matmul FLOPs"
         )
     styles = {
         (KEPT, False): ("D", picture.PLAIN, picture.PLAIN, "everything kept"),
@@ -264,8 +264,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g} ×")
         axes.set(xlim=(0.85, most), ylim=(-0.04 * top, top))
-        axes.set_xlabel(f"fewer temporaries than the {size(rows[0].temp_bytes)} of everything kept")
-        axes.set_ylabel("more matrix work, %")
+        axes.set_xlabel(f"reduction of the {size(rows[0].temp_bytes)} of temporaries, as a factor")
+        axes.set_ylabel("extra matmul FLOPs, %")
         axes.legend(loc="upper left", frameon=False)
 
 
@@ -325,7 +325,8 @@ def _row(
 
 
 def _missed() -> str:
-    return f"No plan has {GOAL_TIMES:g} times fewer temporaries for {GOAL_EXTRA:.0%} more work"
+    goal = f"{GOAL_TIMES:g} times smaller temporaries for {GOAL_EXTRA:.0%} extra matmul FLOPs"
+    return f"No plan has {goal}"
 
 
 if __name__ == "__main__":

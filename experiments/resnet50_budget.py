@@ -1,24 +1,24 @@
-"""ResNet-50 with 184 images in the memory of MONeT's plans: how much work is done again?
+"""ResNet-50 with 184 images in the memory of MONeT's plans: how much is recomputed?
 
     python experiments/resnet50_budget.py            # compiled for an H100 that need not be there
     python experiments/resnet50_budget.py --small    # a small one, on the attached backend
 
 MONeT (Shah et al. 2021) plans what PyTorch keeps and recomputes by integer programming: 15.06 GB
-become 10.01, 6.00 and 4.99 for 3.2, 9.3 and 12.0 % more time on a P100.  Here is the same net with
-the same batch in float32, its loss and gradient compiled, as `jax.value_and_grad` gives them, with
-no optimizer.  `jaxmem.fit` is given the same shares of what keeping everything needs, once to
-make matrix work least and once to make its roofline's seconds least; beside it stand
-`jax.checkpoint` by hand, around each block and around all with a policy that keeps the results of
-convolutions, `@jaxmem.remat_sqrt`, and the least that any plan of `fit` needs.
+become 10.01, 6.00 and 4.99 for 3.2, 9.3 and 12.0 % more time on a P100.  This is the same net with
+the same batch in float32, the compiled loss and gradient of `jax.value_and_grad`, without an
+optimizer.  `jaxmem.fit` is given the same shares of the memory with everything kept, once to
+minimise matmul FLOPs and once to minimise its roofline's seconds; compared with it are a
+hand-written `jax.checkpoint`, around each block and around all with a policy that keeps the results
+of convolutions, `@jaxmem.remat_sqrt`, and the least that any plan of `fit` needs.
 
 Memory is arguments, results and temporaries of the compiled program, without cuDNN's workspace.
-Work is that of convolutions and matrix products in the compiled program; "roofline" is the
-report's estimated time (at the bf16 peak), in which reading and writing maps counts as well.  The
-published time is measured, and part of it is won by other means than recomputing: kernels that
-work in place, and convolutions that are faster with more workspace.
+FLOPs are those of convolutions and matrix products in the compiled program; "roofline" is the
+report's estimated time (at the bf16 peak), which includes reading and writing feature maps.  The
+published time is measured, and part of it is gained by other means than recomputation: in-place
+kernels, and convolutions that are faster with more workspace.
 
-It prints a table and writes `results/resnet50_budget.csv` and `.png`; the same command goes on
-where it was stopped.
+It prints a table and writes `results/resnet50_budget.csv` and `.png`; the same command resumes
+after an interruption.
 """
 
 import dataclasses

@@ -3,8 +3,8 @@
     python experiments/train_lm.py --policy sqrt --layers 24
     python experiments/train_lm.py --help
 
-The model, the data, the loop and the comparison are in `lm/`; this is what
-is asked, what is called and what is said.
+The model, the data, the loop and the comparison are in `lm/`; this is the command
+line and its output.
 """
 
 import sys
@@ -116,7 +116,7 @@ if __name__ == "__main__":
         print(f"train_lm.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except Stopped as stopped:
-        print(f"stopped by {stopped}; the same command takes the run up again", file=sys.stderr)
+        print(f"stopped by {stopped}; the same command resumes the run", file=sys.stderr)
         sys.exit(128 + stopped.number)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""A U-Net with 11 images in the memory of MONeT's plans: how much work is done again?
+"""A U-Net with 11 images in the memory of MONeT's plans: how much is recomputed?
 
     python experiments/unet_budget.py            # compiled for an H100 that need not be there
     python experiments/unet_budget.py --small    # a small one, on the attached backend
@@ -8,8 +8,8 @@ levels) from 14.32 GB to 8.02 and 5.01 for 0.1 % less and 11.5 % more time on a 
 same net with the same batch in float32, its loss and gradient compiled.  What is compared and
 counted is as in `resnet50_budget.py`; a block is what a level does on the way down or up.
 
-It prints a table and writes `results/unet_budget.csv` and `.png`; the same command goes on where
-it was stopped.
+It prints a table and writes `results/unet_budget.csv` and `.png`; the same command resumes after
+an interruption.
 """
 
 import dataclasses

@@ -1,13 +1,13 @@
-"""Predictions against measurements, for a fixed list of programs: `results/verify_predictions.csv`.
+"""Predictions and measurements of a fixed list of programs: `results/verify_predictions.csv`.
 
     python experiments/verify_predictions.py
 
 On an attached GPU each program is compiled, run in a fresh process, and its
-allocator's peak is held against the prediction (`jaxmem.verify`).  Without one the programs are
-compiled for an absent GPU, and the table says "not measured": never a guess.
+allocator's peak is compared with the prediction (`jaxmem.verify`).  Without one the programs are
+compiled for an absent GPU, and the table says "not measured".
 
-Rows of the same program, device and versions that are there already are not
-made again; remove the file to start over.
+Existing rows of the same program, device and versions are kept; remove the file to
+start over.
 """
 
 import csv

@@ -9,15 +9,15 @@ is what lies between two poolings.  VGG has no batch norm, so a batch may also b
 row is `fit` of `jaxmem.value_and_grad` with four microbatches.
 
 Checkmate (Jain et al. 2020) asks for the largest batch of VGG-19 that 16 GB (1e9 bytes) train with
-no more than one more forward pass: 167 images with everything kept, 197 with √n segments, 266
+at most one extra forward pass: 167 images with everything kept, 197 with √n segments, 266
 with greedy cuts, 289 by integer programming, by its own model of memory.  Here each size is
 compiled: everything kept, `@jaxmem.remat_sqrt`, `jax.checkpoint` around the segments of Chen's
 greedy algorithm (the best of eight that its own estimate likes), and the least that any plan of
-`fit` needs.  Sizes have at most five significant bits, and the next one was compiled too and seen
-not to fit.  Parameters and gradient count; there is no optimizer.
+`fit` needs.  Sizes have at most five significant bits, and the next one was compiled and did not
+fit.  Parameters and gradient count; there is no optimizer.
 
-It prints tables and writes `results/vgg16_budget.csv` and `.png`; the same command goes on where
-it was stopped.
+It prints tables and writes `results/vgg16_budget.csv` and `.png`; the same command resumes after
+an interruption.
 """
 
 import dataclasses

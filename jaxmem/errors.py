@@ -1,9 +1,11 @@
 """Warnings of jaxmem, and the checks that several files share."""
 
+import contextlib
+import contextvars
 import operator
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -50,10 +52,29 @@ class BudgetError(ValueError):
 
 def warn(message: str, category: type[JaxmemWarning]) -> None:
     """Warn at the line of the user's code that led here, past jaxmem's, jax's and flax's own."""
+    for warned in _noted.get():
+        warned.append((message, category))
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+Warned = list[tuple[str, type[JaxmemWarning]]]
+_noted: contextvars.ContextVar[tuple[Warned, ...]] = contextvars.ContextVar(
+    "jaxmem_warned", default=()
+)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[Warned]:
+    """While open, what is warned of is written down as well."""
+    warned: Warned = []
+    token = _noted.set((*_noted.get(), warned))
+    try:
+        yield warned
+    finally:
+        _noted.reset(token)
 
 
 _LIBRARIES = ("jaxmem", "jax", "flax", "functools", "contextlib")

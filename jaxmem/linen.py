@@ -15,13 +15,17 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from flax import linen as nn
 from flax.core import lift
 from flax.linen import module as linen_module
 from flax.linen import transforms
 
-from jaxmem._scope import (
+from jaxmem import _jax
+from jaxmem.rewrite.apply import Choice, rewritten
+from jaxmem.rewrite.scope import (
     declared_choice,
+    eager_call,
     inside_layer_scope,
     layer_scope,
     method_names,
@@ -29,7 +33,7 @@ from jaxmem._scope import (
     stack_choice,
     subclass,
 )
-from jaxmem.rewrite import Choice, rewritten
+from jaxmem.trace.cache import Traces, Undecided, key_of
 
 # linen marks the functions that it has wrapped with its own bookkeeping
 # (setup, compact scopes, captured outputs), and wraps no function twice.
@@ -154,21 +158,22 @@ def call_method(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    traces: Traces,
 ) -> Any:
     """``fn(module, *args, **kwargs)`` under a policy; `fn` is a method as written in its class."""
     if _left_alone(module):
         return fn(module, *args, **kwargs)
     body = fn if hasattr(fn, _HANDLED) else _entered(fn)
-    return _lift(body, choice)(module, *args, **kwargs)
+    return _lift(body, choice, traces)(module, *args, **kwargs)
 
 
 # ---------------------------------------------------------------- implementation
 
 
-def _lift(method: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
+def _lift(method: Callable[..., Any], choice: Choice, traces: Traces) -> Callable[..., Any]:
     """`method` of a bound module, run as a rewritten pure function of its variables and keys."""
 
-    def transform(scope_function: Callable[..., Any]) -> Callable[..., Any]:
+    def transform(scope_function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         def inner(
             scope_of: Any, variables_of: Any, variables: Any, keys: Any, *args: Any, **kwargs: Any
         ) -> Any:
@@ -180,16 +185,113 @@ def _lift(method: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
             pure.__name__ = getattr(method, "__name__", "method")
             pure.__qualname__ = getattr(method, "__qualname__", "method")
             vars(pure)["__wrapped__"] = method  # for messages: where it was written
-            return rewritten(pure, choice)(variables, keys, args, kwargs)
+            outside = _Outside(module, lambda: jax.tree.leaves(scope_of(variables, keys)))
+            eager = eager_call(traces, outside.decides, outside.look, outside.again)
+            return rewritten(pure, choice, eager)(variables, keys, args, kwargs)
 
         everything = (True,)
         return lift.pack(inner, everything, everything, everything, enable_kwargs=True)
 
-    return transforms.decorator_lift_transform(transform, method)
+    def lifted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with_module = functools.partial(transform, module=module)
+        return transforms.decorator_lift_transform(with_module, method)(module, *args, **kwargs)
+
+    return lifted
+
+
+class _Outside:
+    """What of a bound module is neither a variable nor an argument, and its scopes'.
+
+    A call reads and changes it: names that were given, keys that were made.
+    """
+
+    def __init__(self, module: nn.Module, scopes: Callable[[], list[Any]]) -> None:
+        self.module, self._scopes = module, scopes
+
+    @functools.cached_property
+    def scopes(self) -> list[Any]:
+        # New ones, but with the counters of the scopes outside.
+        return self._scopes()
+
+    def decides(self) -> Any:
+        """What of it decides a trace.
+
+        Raises:
+          TypeError: nothing does.
+        """
+        context = linen_module._context
+        watched = any(context.capture_stack) or any(context.call_info_stack)
+        if watched or any(True for _ in linen_module._global_interceptor_stack):
+            raise Undecided("somebody looks on")
+        scopes = [(s.path, s.debug_path, s.mutable, s.flags) for s in self.scopes]
+        counts = tuple(_counts(scope.rng_counters) for scope in self.scopes)
+        config = key_of(_jax.flax_config())
+        return _fingerprint(self.module, []), key_of(scopes), counts, config
+
+    def look(self) -> Any:
+        """What of it a call has changed."""
+        counts = [_counts(scope.rng_counters) for scope in self.scopes]
+        return self.module._state.export(), counts
+
+    def again(self, after: Any) -> None:
+        """The same change."""
+        state, counted = after
+        self.module._state.reimport(state)
+        for scope, counts in zip(self.scopes, counted, strict=True):
+            _count_on(scope.rng_counters, counts)
+
+
+def _counts(counters: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """How many keys a scope, and those in it, have made; scopes share these counters."""
+    return tuple(
+        (key, _counts(count) if isinstance(count, Mapping) else count)
+        for key, count in counters.items()
+    )
+
+
+def _count_on(counters: dict[Any, Any], counts: tuple[Any, ...]) -> None:
+    """Sets counters to what `_counts` saw, in place."""
+    for key, count in counts:
+        if isinstance(count, tuple):
+            _count_on(counters.setdefault(key, {}), count)
+        else:
+            counters[key] = count
+
+
+def _fingerprint(module: nn.Module, seen: list[Any]) -> Any:
+    """A module's class, fields and state, those of modules in its fields, and how it shares them.
+
+    Raises:
+      TypeError: a field is an array, or may change.
+    """
+    for number, known in enumerate(seen):
+        if known is module:
+            return number
+    seen.append(module)
+
+    def of(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return _fingerprint(value, seen)
+        if isinstance(value, tuple | list):
+            return type(value), *map(of, value)
+        if isinstance(value, Mapping):
+            return type(value), *((key_of(key), of(item)) for key, item in value.items())
+        return key_of(value)
+
+    names = [f.name for f in dataclasses.fields(module) if f.name != "parent"]
+    fields = [(name, of(getattr(module, name, None))) for name in names]
+    state = module._state
+    return (
+        key_of(type(module)),
+        tuple(fields),
+        (state.in_compact_method, state.in_setup, state.setup_called, state.is_initialized),
+        key_of(state.autoname_cursor),
+        module.scope is None,
+    )
 
 
 def _under_policy(method: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
-    lifted = _lift(_as_layer(method), choice)
+    lifted = _lift(_as_layer(method), choice, Traces())
 
     @functools.wraps(method)
     def with_policy(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -263,6 +365,7 @@ def _scan_function(target: Any, remat: Any, arguments: dict[str, Any]) -> Any:
     scanned = nn.scan(_as_layer(target), **arguments)
     if remat is not None:
         stack_choice(remat, [declared_choice(target)])  # say what is wrong with it at once
+    traces = Traces()
 
     @functools.wraps(scanned)
     def stack(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -272,7 +375,7 @@ def _scan_function(target: Any, remat: Any, arguments: dict[str, Any]) -> Any:
         choice = stack_choice(remat, declared)
         if choice is None or _initializing(module):
             return scanned(module, *args, **kwargs)
-        return _lift(scanned, choice)(module, *args, **kwargs)
+        return _lift(scanned, choice, traces)(module, *args, **kwargs)
 
     return stack
 

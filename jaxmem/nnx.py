@@ -21,8 +21,10 @@ import jax
 from flax import nnx
 from flax.nnx import extract, graphlib
 
-from jaxmem._scope import (
+from jaxmem.rewrite.apply import Choice, rewritten
+from jaxmem.rewrite.scope import (
     declared_choice,
+    eager_call,
     inside_layer_scope,
     layer_scope,
     method_names,
@@ -30,7 +32,7 @@ from jaxmem._scope import (
     stack_choice,
     subclass,
 )
-from jaxmem.rewrite import Choice, rewritten
+from jaxmem.trace.cache import Traces, key_of
 
 _TAG = "jaxmem"
 
@@ -104,6 +106,7 @@ def scan(
         out_axes=out_axes,
         **options,
     )
+    traces = Traces()
 
     @functools.wraps(f)
     def stack(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +117,7 @@ def scan(
         choice = stack_choice(remat, [declared_choice(f), *map(declared_choice, classes)])
         if choice is None:
             return scanned(*args)
-        return call(scanned, choice, args, {})
+        return call(scanned, choice, args, {}, traces)
 
     return stack
 
@@ -152,11 +155,19 @@ def remat_instance(module: Any, choice: Choice, methods: Any = ("__call__",)) ->
 
 
 def call(
-    fn: Callable[..., Any], choice: Choice, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any],
+    choice: Choice,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    traces: Traces | None = None,
 ) -> Any:
     """``fn(*args, **kwargs)`` under a policy, with NNX modules among the arguments.
 
     A bound method of a module counts its module among the arguments.
+
+    Args:
+      traces: of `fn`, for eager calls; None to trace each.  As for `nnx.jit`, what decides them is
+        the structure of the modules, the types of their arrays and all other arguments by value.
     """
     fn, args = _unbound(fn, args)
 
@@ -177,7 +188,8 @@ def call(
     vars(pure)["__wrapped__"] = fn  # whose line is shown
     with nnx.update_context(_TAG):
         tree = extract.to_tree((args, dict(kwargs)), ctxtag=_TAG)
-        changed, kept, result = rewritten(pure, choice)(tree)
+        eager = None if traces is None else eager_call(traces, lambda: key_of(fn))
+        changed, kept, result = rewritten(pure, choice, eager)(tree)
         if changed is None:
             _, result = extract.from_tree((kept, result), ctxtag=_TAG, is_inner=False)
             return result
@@ -203,6 +215,8 @@ def is_bound_method(fn: Any) -> bool:
 
 
 def _under_policy(method: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
+    traces = Traces()
+
     @functools.wraps(method)
     def layer(self: Any, *args: Any, **kwargs: Any) -> Any:
         with layer_scope(self):  # a super() call meets the policy again
@@ -212,7 +226,7 @@ def _under_policy(method: Callable[..., Any], choice: Choice) -> Callable[..., A
     def with_policy(self: Any, *args: Any, **kwargs: Any) -> Any:
         if inside_layer_scope(self):
             return method(self, *args, **kwargs)
-        return call(layer, choice, (self, *args), kwargs)
+        return call(layer, choice, (self, *args), kwargs, traces)
 
     vars(with_policy)["__jaxmem_choice__"] = choice
     return with_policy

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import linen as flax_linen
-from flax import nnx as flax_nnx
 
-from jaxmem import linen, nnx, policies
-from jaxmem._scope import inside_layer_scope, method_names
-from jaxmem.errors import JaxmemWarning, warn
-from jaxmem.find import Where
-from jaxmem.plan import Plan
+from jaxmem import linen, policies
+from jaxmem._util.imported import nnx_is_used
+from jaxmem.plans.plan import Plan
 from jaxmem.policies import Policy
-from jaxmem.rewrite import Choice, rewritten
+from jaxmem.rewrite.apply import Choice, rewritten
+from jaxmem.rewrite.scope import eager_call, inside_layer_scope, method_names
+from jaxmem.trace.cache import Traces, key_of
+from jaxmem.trace.find import Where
 
 # ---------------------------------------------------------------- API
 
@@ -38,7 +38,7 @@ def remat(
 
     A layer stack is an outermost scan (`jax.lax.scan`, `nn.scan`, `nnx.scan`,
     `jaxmem.scan`, whatever wrote it).  Where there is none, ``sqrt`` cuts the code
-    where little is alive; else the whole call is checkpointed once, with a
+    where little is live; else the whole call is checkpointed once, with a
     `NoStackWarning`.
 
     Args:
@@ -59,6 +59,11 @@ def remat(
       ValueError: unknown policy, a plan for another length, a name that nothing
         in the function has.
       TypeError: `target` is none of the above, or an option is not the policy's.
+
+    What is decorated is traced, so that ``if float(x) > 0`` works undecorated only.  An NNX
+    module that a function closes over can be read but not updated.  Layers with ordered
+    effects or writes to a Ref are refused.  As under `jax.checkpoint`, an eager call is traced once
+    for the types of its arrays; what it reads of changing Python state is that of its first call.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def model(weights, h):
@@ -87,7 +92,9 @@ def remat(
         names = method_names(methods)
         if issubclass(target, flax_linen.Module):
             return linen.remat_class(target, choice, names)
-        if issubclass(target, flax_nnx.Module):
+        if _is_nnx(target):
+            from jaxmem import nnx
+
             return nnx.remat_class(target, choice, names)
         raise TypeError(
             f"jaxmem.remat decorates Flax module classes, and {target.__name__} is a class of "
@@ -95,7 +102,9 @@ def remat(
         )
     if isinstance(target, flax_linen.Module):
         return linen.remat_instance(target, choice, method_names(methods))
-    if isinstance(target, flax_nnx.Module):
+    if _is_nnx(type(target)):
+        from jaxmem import nnx
+
         return nnx.remat_instance(target, choice, method_names(methods))
     if inspect.ismethod(target) and _is_module(target.__self__):
         return functools.partial(_function(target.__func__, choice), target.__self__)
@@ -104,13 +113,6 @@ def remat(
             "jaxmem.remat takes a function, a Flax module class, a module instance or a method, "
             f"got an object of type {type(target).__name__}; policies apply to code, not to "
             "arrays.  Options go by name, as in remat_revolve(slots=4)"
-        )
-    if hasattr(target, "lower") and hasattr(target, "__wrapped__"):
-        warn(
-            f"{getattr(target, '__name__', target)!r} is jitted, and a decorator around it traces "
-            "it anew at each call that is not itself under a jit; put jax.jit outside: "
-            "jax.jit(jaxmem.remat(function, policy))",
-            JaxmemWarning,
         )
     return _function(target, choice)
 
@@ -197,16 +199,20 @@ def _decorate(target: Any, policy: str, options: dict[str, Any]) -> Any:
 
 def _function(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
     """The decorated function; what its arguments are is seen at the call."""
+    traces = Traces()
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         if args and inside_layer_scope(args[0]):  # the stack around this layer has the policy
             return fn(*args, **kwargs)
         if args and isinstance(args[0], flax_linen.Module):
-            return linen.call_method(fn, choice, args[0], args[1:], kwargs)
-        if nnx.is_bound_method(fn) or nnx.has_modules(args, kwargs):
-            return nnx.call(fn, choice, args, kwargs)
-        return rewritten(fn, choice)(*args, **kwargs)
+            return linen.call_method(fn, choice, args[0], args[1:], kwargs, traces)
+        if nnx_is_used():
+            from jaxmem import nnx
+
+            if nnx.is_bound_method(fn) or nnx.has_modules(args, kwargs):
+                return nnx.call(fn, choice, args, kwargs, traces)
+        return rewritten(fn, choice, eager_call(traces, lambda: key_of(fn)))(*args, **kwargs)
 
     # functools.wraps around this copies both marks; only here is the owner the bearer.
     vars(run).update(__jaxmem_choice__=choice, __jaxmem_owner__=run)
@@ -215,4 +221,12 @@ def _function(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
 
 def _is_module(target: Any) -> bool:
     kind = target if isinstance(target, type) else type(target)
-    return issubclass(kind, flax_linen.Module | flax_nnx.Module)
+    return issubclass(kind, flax_linen.Module) or _is_nnx(kind)
+
+
+def _is_nnx(kind: type) -> bool:
+    if not nnx_is_used():
+        return False
+    from flax import nnx
+
+    return issubclass(kind, nnx.Module)

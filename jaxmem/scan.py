@@ -7,13 +7,13 @@ import jax
 from jax import lax
 
 from jaxmem import policies
-from jaxmem._scope import declared_choice, stack_choice
-from jaxmem.choose import choose
 from jaxmem.errors import check_positive
-from jaxmem.plan import Plan
+from jaxmem.plans.choose import choose
+from jaxmem.plans.plan import Plan
 from jaxmem.policies import NoRemat, Policy
-from jaxmem.problem import Problem
-from jaxmem.rewrite import Choice, rewritten
+from jaxmem.rewrite.apply import Choice, rewritten
+from jaxmem.rewrite.scope import declared_choice, stack_choice
+from jaxmem.solve.problem import Problem
 
 
 def scan(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import pytest
-from xla_flags import FLAGS
+from helpers.xla_flags import FLAGS
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,7 +1,7 @@
-"""Ways to accumulate gradients, held against each other, for `accumulation.py`.
+"""Ways to accumulate gradients, compared by `accumulation.py`.
 
-The way of the data: `forms` are the contestants; `exactness`, `memory` and `speed` each ask one
-question of all of them; `table` is what they answer in and `picture` draws it.
+`forms` are the ways; `exactness`, `memory` and `speed` each answer one question for all of
+them; `table` holds the answers and `picture` draws them.
 
 Shapes: B rows, T tokens, D the width, M microbatches.  P is the bytes of the parameters in float32.
 """

@@ -1,7 +1,7 @@
-"""Is the gradient that of the whole batch, and what does one microbatch of NaN leave behind?
+"""Is the gradient that of the whole batch, and what is the effect of one microbatch of NaN?
 
-The problem is small enough for its gradient to be written by hand, in float64 of numpy, which
-shares nothing with what is tested.
+The problem is small enough to write its gradient by hand, in numpy's float64, independent of
+what is tested.
 """
 
 import dataclasses

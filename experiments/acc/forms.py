@@ -1,6 +1,6 @@
-"""The contestants: each makes a train step of a loss, an optimizer and a number of microbatches.
+"""The ways to accumulate: each makes a train step from a loss, an optimizer and microbatches.
 
-They get the same losses and use of them what they can: a tool that knows weights is given them, one
+They get the same losses and use what they can: a tool that supports weights is given them, one
 that does not takes the mean.
 """
 

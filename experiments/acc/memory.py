@@ -1,7 +1,7 @@
-"""What the compiled train step needs: the parameters, Adam, and what accumulating adds.
+"""The memory of the compiled train step: parameters, Adam, and what accumulation adds.
 
-Nothing is allocated.  Everything that can be is donated; the step with microbatches inside is given
-the whole batch, the one across steps a microbatch, and neither is charged for it.
+Nothing is allocated.  Everything that can be donated is; the step with microbatches inside is given
+the whole batch, the one across steps a microbatch, and the batch is not counted for either.
 """
 
 import dataclasses

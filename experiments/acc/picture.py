@@ -1,4 +1,4 @@
-"""The table as one picture: what each form needs on the left, what it gets wrong on the right."""
+"""The table as one picture: the memory of each form on the left, its errors on the right."""
 
 import io
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from acc.table import REFUSES, Row
 
 _OURS, _OTHERS, _TEXT, _RIGHT, _WRONG = "#1f77b4", "#b8c4ce", "#444444", "#e3eef7", "#f7d9cf"
 
-# As close as float32 comes; and a gradient in bfloat16, rounded once.
+# The accuracy of float32; and of a gradient in bfloat16, rounded once.
 _CLOSE = {case.name: 2.0**-8 if case.dtype == "bfloat16" else 1e-5 for case in CASES}
 
 
@@ -36,14 +36,14 @@ def draw(rows: Sequence[Row], problems: Sequence[str], device: str) -> bytes:
     _memory(memory, forms, needs)
     memory.set_title(f"memory with Adam, compiled for {device}", fontsize=10)
     _exactness(exactness, [form.name for form in forms], rows)
-    figure.suptitle("Accumulated gradients: what a step needs, and how far off its gradient is")
+    figure.suptitle("Gradient accumulation: memory of a step, and error of its gradient")
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
 
 
 def can_be_used(row: Row) -> bool:
-    """Whether an answer about the gradient is what one would want."""
+    """Whether the gradient is close enough to use."""
     if isinstance(row.value, str):
         return row.value not in (REFUSES, POISONED)
     return row.value <= _CLOSE[row.case]
@@ -91,6 +91,6 @@ def _exactness(axes: Any, forms: Sequence[str], rows: Sequence[Row]) -> None:
     axes.set_xlabel(
         "relative error of the gradient against float64;\n"
         "a microbatch of NaN is skipped, costs its step, or poisons all that follow\n"
-        "(red: not what one would want)"
+        "(red: wrong)"
     )
     axes.spines[:].set_visible(False)

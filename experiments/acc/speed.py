@@ -1,7 +1,7 @@
-"""How long a step takes on the attached backend, beside a scan written by hand.
+"""The time of a step on the attached backend, compared with a hand-written scan.
 
-The programs take turns, in shuffled order; a ratio is the median of those of neighbours in
-time, as machines are noisy.
+The programs alternate in shuffled order; a ratio is the median over consecutive measurements,
+since machines are noisy.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What was found, one answer in a row: CSV, and tables to read."""
+"""The results, one answer per row: CSV, and tables to read."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""The largest batch that a capacity takes, found by compiling few sizes for each way to save."""
+"""The largest batch that fits a capacity, found by compiling a few sizes for each method."""
 
 from collections.abc import Callable, Sequence
 
@@ -60,7 +60,7 @@ def largest(
 
 def summary(rows: Sequence[Row]) -> str:
     """The answers as a Markdown table."""
-    lines = [["VGG-19", "largest batch", "needs", "extra matrix work", "Checkmate's"]]
+    lines = [["VGG-19", "largest batch", "needs", "extra matmul FLOPs", "Checkmate's"]]
     for row, given in zip(rows, VGG_19_BATCH.items(), strict=True):
         lines.append(
             [
@@ -82,8 +82,8 @@ def answer(rows: Sequence[Row]) -> str:
     over = [row.kind for row in rows if _extra(row) > ALLOWED]
     return (
         f"VGG-19: {FIT} takes {fit.images} images ({fit.images / kept.images:.2f} times "
-        f"everything kept, {_extra(fit):+.1%} work; {others}); Checkmate's ILP {best} "
-        f"({best / VGG_19_BATCH['all']:.2f} times its own)."
+        f"everything kept, {_extra(fit):+.1%} matmul FLOPs; {others}); Checkmate's ILP {best} "
+        f"({best / VGG_19_BATCH['all']:.2f} times its everything kept)."
         + f" More than one forward pass more: {', '.join(over)}."
         * bool(over)
     )

@@ -5,9 +5,9 @@ that list.  Each layer belongs to a block, what a person would put `jax.checkpoi
 float32, images lie as NHWC and kernels as OHWI, which is what cuDNN wants: otherwise XLA copies the
 gradients of all kernels at the end.
 
-Batch norm goes by the batch's own statistics; running averages, a few kilobytes beside gigabytes
-of feature maps, are left out, and so are the biases of convolutions that it follows, which it
-would take away again, and the dropout between VGG's last three layers.
+Batch norm uses the statistics of the batch; running averages, a few kilobytes compared with
+gigabytes of feature maps, are omitted, and so are the biases of convolutions before it, which it
+would cancel, and the dropout between VGG's last three layers.
 
 Shapes: B images, H height, W width, C channels; kernels (C made, h, w, C given).
 """

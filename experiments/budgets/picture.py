@@ -1,4 +1,4 @@
-"""Extra work against memory, beside what was published; and the largest batches."""
+"""Extra matmul FLOPs against memory, with published figures; and the largest batches."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def draw(
     path: Path,
     batches: Sequence[Row] = (),
 ) -> None:
-    """The rows of one net, everything kept first; beside it the batches, if there are any."""
+    """Draw the rows of one net, everything kept first; next to them the batches, if any."""
     message = table.message(rows, published, name)
     if batches:
         message = f"{table.batch_message(batches)}; {message}"
@@ -59,8 +59,8 @@ def _work(rows: Sequence[Row], published: Published, axes: "Axes") -> None:
         if own := [place(row) for row in rows if row.kind == kind and row.fits]:
             axes.plot(*zip(*own, strict=True), marker, color=colour, ms=8, label=label, zorder=3)
     for cost, at, face, label in (
-        (WORK, place, picture.OURS, "jaxmem.fit, least work"),
-        (TIME, time, "white", "jaxmem.fit, least time: roofline"),
+        (WORK, place, picture.OURS, "jaxmem.fit, least matmul FLOPs"),
+        (TIME, time, "white", "jaxmem.fit, least roofline time: time"),
     ):
         own = [row for row in rows if row.kind == FIT and row.cost == cost and row.fits]
         if own and (cost == WORK or kept.estimated_seconds):
@@ -88,15 +88,15 @@ def _work(rows: Sequence[Row], published: Published, axes: "Axes") -> None:
     axes.set_xlim(left=0, right=108)
     axes.margins(y=0.12)
     axes.set_xlabel(
-        f"memory, % of everything kept ({kept.required_bytes / 1e9:.1f} GB; "
+        f"memory, % of that with everything kept ({kept.required_bytes / 1e9:.1f} GB; "
         f"published {published.kept:g} GB)"
     )
-    axes.set_ylabel("matrix work, or time where said, more [%]")
+    axes.set_ylabel("extra matmul FLOPs, or time where stated [%]")
     axes.legend(loc="best", frameon=False, fontsize=8.5)
 
 
 def _bars(batches: Sequence[Row], axes: "Axes") -> None:
-    """The largest batch of each way, and Checkmate's beside it."""
+    """The largest batch of each way, and Checkmate's next to it."""
     for y, row in enumerate(batches):
         given = VGG_19_BATCH[_CHECKMATE[row.kind]]
         axes.barh(-y + 0.19, row.images, 0.36, color=_COLOURS[row.kind])
@@ -107,4 +107,4 @@ def _bars(batches: Sequence[Row], axes: "Axes") -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.set_xlim(0, 1.14 * max([row.images for row in batches] + [*VGG_19_BATCH.values()]))
-    axes.set_xlabel("largest batch of VGG-19 in 16 GB; grey: Checkmate's (ILP for fit)")
+    axes.set_xlabel("largest batch of VGG-19 in 16 GB; grey: Checkmate (its ILP next to fit)")

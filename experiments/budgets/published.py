@@ -1,4 +1,4 @@
-"""What was published, to stand beside the rows; nothing here was measured by this project."""
+"""Published figures, to compare the rows with; nothing here was measured by this project."""
 
 import dataclasses
 
@@ -47,6 +47,6 @@ VGG_16 = Published(
 
 # Checkmate (Jain et al. 2020, arXiv 1910.02653), figure of the largest batches: VGG19 in 16 GB
 # (1e9 bytes, a V100's), at most one more forward pass; memory by their model of it: parameters
-# twice and what is alive, no workspace.
+# twice and what is live, no workspace.
 VGG_19_BATCH = {"all": 167, "sqrt": 197, "greedy": 266, "ILP": 289}
 VGG_19_BYTES = 16 * 10**9

@@ -1,4 +1,4 @@
-"""A net with everything kept, under checkpoints by hand, and as `fit` plans it in given memory."""
+"""A net with everything kept, under hand-written checkpoints, and as `fit` plans it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class Options:
     target: str = "h100-80g"
     """What to compile for; "local" is the attached backend."""
     costs: tuple[Cost, ...] = (WORK, TIME)
-    """What `fit` makes least: matrix work, or seconds by a roofline."""
+    """What `fit` makes least: matmul FLOPs, or seconds by a roofline."""
     compiles: int = 6
     """How often `fit` may ask the compiler for one budget."""
     timeout: float = 1800.0
@@ -178,7 +178,7 @@ class Study:
 
 
 def opened(options: Options, name: str) -> Study:
-    """What goes on with the table of this name."""
+    """The study that resumes the table of this name."""
     known = table.table(options.results / f"{name}.csv")
     if options.again:
         known.drop(known.of(versions(options.target), target=options.target))
@@ -203,7 +203,7 @@ def cuts(net: Net) -> list[list[int]]:
             if since > most:
                 segments.append(number + 1 - sum(segments))
                 since = 0
-        found.setdefault(tuple(segments), _foretold(made, segments))
+        found.setdefault(tuple(segments), _predicted(made, segments))
     best: dict[int, list[int]] = {}
     for segments in sorted(found, key=lambda one: found[one]):
         best.setdefault(len(segments), list(segments))
@@ -220,7 +220,7 @@ def _keeping_convolutions(forward: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(forward, policy=kept)
 
 
-def _foretold(made: Sequence[int], segments: Sequence[int]) -> int:
+def _predicted(made: Sequence[int], segments: Sequence[int]) -> int:
     first, between, inside = 0, 0, []
     for number in [*segments, len(made) - sum(segments)]:
         own = made[first : first + number]

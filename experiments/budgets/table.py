@@ -31,7 +31,7 @@ class Row(Record):
       cost: what `fit` was to make least, `WORK` or `TIME`; "" of others.
       budget_bytes: that `fit` was given.
       fits: whether it is within the budget, if there is one; else the row is the least reached.
-      predicted_bytes: required bytes, as `fit` foretold them.
+      predicted_bytes: required bytes, as `fit` predicted them.
       matmul_flops: of the compiled program; `model_matmul_flops` without recomputation.
       estimated_seconds: by the report's roofline.
       compiler_remat: whether the compiler recomputes by itself as well.
@@ -60,7 +60,7 @@ class Row(Record):
         return self.required_bytes / kept.required_bytes
 
     def extra(self, kept: "Row") -> float:
-        """Matrix work over that with everything kept, less one."""
+        """Matmul FLOPs over that with everything kept, less one."""
         return self.matmul_flops / kept.matmul_flops - 1
 
     def slower(self, kept: "Row") -> float | None:
@@ -104,7 +104,7 @@ def of_published(row: Row, published: Published) -> float | None:
 def summary(rows: Sequence[Row], published: Published) -> str:
     """The rows of one net as a Markdown table, everything kept first; percent of that row's."""
     kept = rows[0]
-    lines = [["", "needs", "memory", "extra matrix work", "roofline", "published", "its time"]]
+    lines = [["", "needs", "memory", "extra matmul FLOPs", "roofline", "published", "its time"]]
     for row in rows:
         memory, slower = of_published(row, published), row.slower(kept)
         words = [f": {row.name}"] * (row.name != "")
@@ -161,7 +161,7 @@ def message(rows: Sequence[Row], published: Published, name: str) -> str:
 
 
 def batch_message(rows: Sequence[Row]) -> str:
-    """The largest batch of `fit` beside Checkmate's, in the fewest words."""
+    """The largest batch of `fit` and Checkmate's, in the fewest words."""
     (fit,) = (row for row in rows if row.kind == FIT)
     return f"{fit.images} images of VGG-19 in 16 GB, Checkmate {max(VGG_19_BATCH.values())}"
 
@@ -185,7 +185,7 @@ def _met(rows: Sequence[Row], published: Published, memory: float, digits: int =
 def _cost(row: Row, kept: Row, digits: int = 1) -> str:
     """What a plan costs, counted as it was made least."""
     if row.cost == WORK:
-        return f"{row.extra(kept):+.{digits}%} matrix work"
+        return f"{row.extra(kept):+.{digits}%} matmul FLOPs"
     return f"{row.slower(kept) or 0.0:+.{digits}%} roofline time"
 
 

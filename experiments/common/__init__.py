@@ -1,1 +1,1 @@
-"""What the experiments share: tables that go on where they were stopped, compiling, pictures."""
+"""What the experiments share: resumable tables, compilation, pictures."""

@@ -1,11 +1,11 @@
-"""What experiments ask: a program compiled quickly where nothing runs, a plan of `fit` as a row."""
+"""Compilation for experiments: options for programs that are not run, a plan of `fit` as a row."""
 
 import dataclasses
 from typing import Any
 
 import jaxmem
 
-# Bytes and matrix work are settled before machine code is made, which takes longest on a CPU.
+# Bytes and matmul FLOPs are final before machine code is generated, which is slowest on a CPU.
 QUICK = {"xla_backend_optimization_level": 0}
 
 # ---------------------------------------------------------------- types
@@ -13,12 +13,12 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """What came of asking `fit`.
+    """The result of `fit`.
 
     Attributes:
       report: of the plan, or of the least that was reached where none is within the budget.
       fits: whether one is.
-      predicted_bytes, compiles: required bytes as foretold, and how often the compiler was asked;
+      predicted_bytes, compiles: required bytes as predicted, and how often the compiler was asked;
         None where none is.
     """
 

@@ -1,4 +1,4 @@
-"""The look of the experiments' pictures: one message above the axes, no more ink than it needs."""
+"""The style of the experiments' pictures: one message above the axes, and little ink."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from jaxmem.show.figure import FAINT, GREY, INK, matplotlib_defaults, new_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that people with any kind of colour vision tell apart (Okabe and Ito).
+# Colours that colour-blind readers can distinguish (Okabe and Ito).
 OURS, HAND, PEER, PLAIN = "#0072B2", "#D55E00", "#009E73", GREY
 COLOURS = (OURS, HAND, PEER, "#CC79A7", "#E69F00", "#56B4E9", PLAIN)
 

@@ -1,7 +1,7 @@
-"""A table of what was found, one CSV, which the same command goes on with where it was stopped.
+"""A table of results in one CSV, which the same command resumes after an interruption.
 
-A row is a dataclass that derives from `Record`; its fields are the columns.  A row counts only
-for the versions that made it: with others it is made anew, and takes its place.
+A row is a dataclass that derives from `Record`; its fields are the columns.  A row is valid only
+for the versions that made it: with others it is measured anew and replaced.
 """
 
 import csv
@@ -27,8 +27,8 @@ class Record:
     """Base of the rows.
 
     Attributes:
-      versions: of the packages that decide what a row says.
-      date: on which it was made.
+      versions: of the packages that determine the row.
+      date: on which it was measured.
     """
 
     versions: str
@@ -39,7 +39,7 @@ R = TypeVar("R", bound=Record)
 
 
 class Table(Generic[R]):
-    """The rows that are there; each new one is on disk before the next is begun.
+    """The existing rows; each new one is on disk before the next is begun.
 
     Args:
       path: of the CSV.
@@ -120,10 +120,10 @@ def read(path: Path, kind: type[R]) -> list[R]:
 
 
 def versions(target: str = "local", *packages: str) -> str:
-    """What decides the figures of a program compiled for a target, for `Record.versions`.
+    """The versions that determine the figures of a compiled program, for `Record.versions`.
 
     Args:
-      packages: other distributions that have a say, such as "equinox".
+      packages: other distributions that matter, such as "equinox".
     """
     found = {"jax": importlib.metadata.version("jax")}
     if target != "local":

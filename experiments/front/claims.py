@@ -1,4 +1,4 @@
-"""What the rows of one target say: is `fit` ever beaten, and do its predictions hold?"""
+"""The claims about one target, from its rows: is `fit` ever beaten, and are predictions good?"""
 
 import dataclasses
 import statistics
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from front.rivals import SHRUNK, shrunk
 from front.table import FIT, FRONTIER, PEERS, RIVALS, Row
-from jaxmem.text import columns, size
+from jaxmem._util.text import columns, size
 
 # ---------------------------------------------------------------- types
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
-    """`fit` at a budget, and the rival with the least matrix work that is within it."""
+class Pair:
+    """`fit` at a budget, and the rival with the least matmul FLOPs that is within it."""
 
     fit: Row
     rival: Row
@@ -32,7 +32,7 @@ class Beside:
 # ---------------------------------------------------------------- API
 
 
-def beside(rows: Sequence[Row]) -> list[Beside]:
+def paired(rows: Sequence[Row]) -> list[Pair]:
     """Each answer of `fit` with the best that a rival can do in the same memory."""
     rows = [row for row in rows if not row.too_large]
     rivals = [row for row in rows if row.kind in RIVALS and row.matmul_flops is not None]
@@ -42,15 +42,15 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
             continue
         within = [rival for rival in rivals if rival.required_bytes <= (row.budget_bytes or 0)]
         if within:
-            found.append(Beside(row, min(within, key=lambda rival: rival.work)))
+            found.append(Pair(row, min(within, key=lambda rival: rival.work)))
     return found
 
 
-def losses(rows: Sequence[Row]) -> list[Beside]:
+def losses(rows: Sequence[Row]) -> list[Pair]:
     """Where a rival computes less in the same memory, or as much where `fit` has room to spare."""
     return [
         pair
-        for pair in beside(rows)
+        for pair in paired(rows)
         if pair.lost or (pair.between and pair.rival.overhead and pair.fit.work >= pair.rival.work)
     ]
 
@@ -82,9 +82,9 @@ def errors(rows: Sequence[Row]) -> dict[str, float]:
 def summary(rows: Sequence[Row]) -> str:
     """All of it as text."""
     lines = [
-        ["budget", "", "rival", "its matrix work", "fit needs", "fit's matrix work", "off", ""]
+        ["budget", "", "rival", "its matmul FLOPs", "fit needs", "fit's matmul FLOPs", "off", ""]
     ]
-    for pair in sorted(beside(rows), key=lambda pair: -(pair.fit.budget_bytes or 0)):
+    for pair in sorted(paired(rows), key=lambda pair: -(pair.fit.budget_bytes or 0)):
         fit, rival = pair.fit, pair.rival
         lines.append(
             [
@@ -112,8 +112,8 @@ def summary(rows: Sequence[Row]) -> str:
         for row in rows:
             if row.kind == FIT and row.name == shrunk(times):
                 parts.append(
-                    f"temporaries {times} times below the bare program: {_percent(row.overhead)} "
-                    f"extra matrix work (goal {goal} %)"
+                    f"temporaries {times} times smaller than undecorated: {_percent(row.overhead)} "
+                    f"extra matmul FLOPs (goal {goal} %)"
                 )
     if off := errors(rows):
         worst = max(off, key=lambda name: abs(off[name]))

@@ -8,10 +8,10 @@ x, (batch, sequence, width), and of parameters with the layers first, that retur
   or under `nn.remat_scan`, which wants them cut into lengths and recomputes each level but the
   innermost.
 - haliax: its `ScanCheckpointPolicy` in the documented form, by hand.  The newest release, 1.3, has
-  no policies yet, and does not import beside jax 0.10.  The forms are those of its pre-releases:
+  no policies yet, and cannot be imported with jax 0.10.  The forms are those of its pre-releases:
   carries and inputs have names, and a policy says which of them are kept; nested, blocks of such
-  layers are recomputed, and the loop over the blocks is unrolled.  Compiled for an H100 beside
-  1.4.dev453 itself, each of the five had the very same bytes and matrix work.
+  layers are recomputed, and the loop over the blocks is unrolled.  Compiled for an H100 next to
+  1.4.dev453 itself, each of the five had the very same bytes and matmul FLOPs.
 - equinox: `equinox.internal.scan` of the checkpointed kind, which holds so many carries, and places
   them without asking how long the loop is.
 """
@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from common.compiling import QUICK
-from jaxmem.costs import costs
+from jaxmem.estimate.costs import costs
 
 Params = Any
 Layer = Callable[[jax.Array, Params], tuple[jax.Array, None]]
@@ -169,7 +169,7 @@ def job(size: Mapping[str, Any], stack: Stack) -> jaxmem.Job:
 
 
 def model_flops(size: Mapping[str, Any]) -> int:
-    """The matrix work of the transformer, without recomputation."""
+    """The matmul FLOPs of the transformer, without recomputation."""
     bare = programs.transformer(**size, checkpoint="none")
     return int(costs(jax.make_jaxpr(bare.step)(*bare.args)).matmul_flops)
 
@@ -185,17 +185,17 @@ def off(stack: Stack, layers: int) -> float:
 
 
 def loop_flops(compiled: int, model: int, stack: Stack, layers: int) -> int:
-    """The matrix work of equinox's loops, whose lengths a compiler may not see.
+    """The matmul FLOPs of equinox's loops, whose lengths a compiler may not see.
 
     Args:
-      compiled: matrix work of the compiled program, a loop of unknown length as if it ran once.
+      compiled: matmul FLOPs of the compiled program, a loop of unknown length as if it ran once.
         The loop forward evaluates all layers.  The one backward evaluates a layer, and
         differentiates it in a branch that is taken once for each layer; how often it goes round
         is counted where a loop of as many steps runs.
       model: the same without recomputation.
 
     Raises:
-      ValueError: the compiled program has other matrix work than that.
+      ValueError: the compiled program has other matmul FLOPs than that.
     """
     if compiled >= model:
         return compiled  # all lengths were seen

@@ -1,4 +1,4 @@
-"""The rows of a target as one picture: what is in use, and what `fit` does in as much memory."""
+"""The rows of a target as one picture: policies in use, and `fit` in as much memory."""
 
 import textwrap
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _STYLE = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Memory across, matrix work computed again upwards; written as PNG."""
+    """Draw recomputed matmul FLOPs against memory, as PNG."""
     drawn = [row for row in rows if row.overhead is not None and not row.too_large]
     with matplotlib_defaults():
         figure = new_figure(9.0, 5.6, 200)
@@ -32,7 +32,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         )
         _draw(drawn, axes)
         if large := [row.name for row in rows if row.too_large and row.kind in RIVALS]:
-            words = f"too large for it, and not shown: {', '.join(large)}"
+            words = f"too large for the device, not shown: {', '.join(large)}"
             axes.text(0.99, 0.92, words, transform=axes.transAxes, ha="right", va="top", **_SMALL)
         write(figure, path)
 
@@ -41,7 +41,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 _SMALL: dict[str, Any] = {"fontsize": 9, "color": INK}
-# Of our own points those are drawn that compute at most so many times more again than any policy.
+# Points of `fit` are drawn if they recompute at most so many times more than any policy.
 _BEYOND = 1.5
 
 
@@ -51,7 +51,7 @@ def _draw(every: Sequence[Row], axes: Any) -> None:
     for row in every:
         if row not in rows:
             gib = row.required_bytes / 2**30
-            words = f"fit goes on to {gib:.2f} GiB, at {row.overhead:+.0f} %"
+            words = f"fit continues down to {gib:.2f} GiB, at {row.overhead:+.0f} %"
             axes.text(0.99, 0.97, words, transform=axes.transAxes, ha="right", va="top", **_SMALL)
     memory = [row.required_bytes for row in rows]
     work = [row.overhead or 0.0 for row in rows]
@@ -85,10 +85,10 @@ def _draw(every: Sequence[Row], axes: Any) -> None:
 
 
 def _message(rows: Sequence[Row]) -> str:
-    lost, asked = len(claims.losses(rows)), len(claims.beside(rows))
+    lost, asked = len(claims.losses(rows)), len(claims.paired(rows))
     if not lost:
-        return f"At none of {asked} budgets does anything in use compute less again than fit"
-    return f"At {lost} of {asked} budgets something computes less again than fit, or it has no plan"
+        return f"At none of {asked} budgets does any policy in use recompute less than fit"
+    return f"At {lost} of {asked} budgets a policy in use recomputes less than fit, or fit fails"
 
 
 def _together(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Policies that are in use for transformers, and what `jaxmem.fit` is asked beside them."""
+"""Policies in use for transformers, and the budgets at which `jaxmem.fit` is compared with them."""
 
 import contextlib
 import dataclasses
@@ -161,7 +161,7 @@ def _by(lengths: Sequence[int]) -> str:
     return "×".join(map(str, lengths))
 
 
-# Temporaries so many times below those of the bare program, and the extra matrix work, in percent
+# Reductions of the undecorated program's temporaries, and the extra matmul FLOPs, in percent
 # of the model's, with which sets of values found by hand get there.
 SHRUNK = {7: 4.8, 10: 14.3, 19: 23.8}
 
@@ -196,7 +196,7 @@ def shrunk(times: int) -> str:
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
-    """Rivals written by hand that no other of them beats in bytes and matrix work."""
+    """Rivals written by hand that no other of them beats in bytes and matmul FLOPs."""
     known = [
         row
         for row in rows

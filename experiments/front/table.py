@@ -28,7 +28,7 @@ class Row(Record):
       kind: one of `KINDS`.
       name: of the policy, of the question, of the point.
       budget_bytes: what `fit` was given.
-      predicted_bytes: the required bytes as `fit` or `frontier` foretold them.
+      predicted_bytes: the required bytes as `fit` or `frontier` predicted them.
       matmul_flops: of the compiled program; None where it is not known.
       model_matmul_flops: without recomputation.
       extra_seconds: of `fit` and `frontier`, by the roofline.
@@ -52,30 +52,30 @@ class Row(Record):
 
     @property
     def work(self) -> int:
-        """Matrix work, of rows where it is known."""
+        """Matmul FLOPs, of rows where it is known."""
         if self.matmul_flops is None:
-            raise ValueError(f"{self.name}: its matrix work is not known")
+            raise ValueError(f"{self.name}: its matmul FLOPs are not known")
         return self.matmul_flops
 
     @property
     def too_large(self) -> bool:
         """Whether the target has less memory.
 
-        Compilers then compute again by themselves what they can, so that neither its bytes nor its
-        matrix work say anything of the program.
+        Compilers then recompute by themselves what they can, so that neither its bytes nor its
+        matmul FLOPs say anything of the program.
         """
         return TOO_LARGE in self.note
 
     @property
     def overhead(self) -> float | None:
-        """Matrix work over the model's, less one, in percent."""
+        """Matmul FLOPs over the model's, less one, in percent."""
         if self.matmul_flops is None or not self.model_matmul_flops:
             return None
         return 100 * (self.matmul_flops / self.model_matmul_flops - 1)
 
     @property
     def off(self) -> float | None:
-        """By how much of the compiled temporaries those foretold are off."""
+        """By how much of the compiled temporaries those predicted are off."""
         if self.predicted_bytes is None:
             return None
         return (self.predicted_bytes - self.required_bytes) / self.temp_bytes
@@ -142,5 +142,5 @@ def of(rows: Table[Row], made: Made, *kinds: str) -> list[Row]:
 
 # ---------------------------------------------------------------- implementation
 
-# Distributions that decide what rows of a kind say, beside those of all rows.
+# Distributions that determine the rows of a kind, in addition to those of all rows.
 _PACKAGES = {FLAX: ("flax",), EQUINOX: ("equinox",)}

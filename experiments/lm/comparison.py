@@ -35,7 +35,7 @@ class Row:
     """What one policy costs; None where it was not or could not be had.
 
     Attributes:
-      temporary_bytes: buffers of the compiled train step besides what goes in and out.
+      temporary_bytes: buffers of the compiled train step other than arguments and results.
       required_bytes: arguments + outputs − aliased + temporaries.
       extra_forwards: layer evaluations beyond the first forward pass.
       step_seconds: median of the timed steps.
@@ -93,8 +93,8 @@ def race(
 ) -> list[Row]:
     """Run every program for a few steps from the same start, and compare.
 
-    The programs take turns step by step, so that whatever else the machine
-    does meets them all alike.  The first step of each is not timed.
+    The programs alternate step by step, so that other load on the machine affects
+    all of them equally.  The first step of each is not timed.
 
     Args:
       rounds: wraps the numbers of the steps, to show progress.

@@ -1,4 +1,4 @@
-"""What one run is told: typed options, checked, and written beside its results."""
+"""The options of a run: typed, checked, and written next to its results."""
 
 import dataclasses
 import hashlib
@@ -13,8 +13,8 @@ from lm import data
 
 PolicyName = Literal["none", "full", "dots", "dots_no_batch", "sqrt", "revolve", "offload"]
 
-# Where a run writes, whether it writes at all, and how often it can be taken up
-# again: none of them changes a number.
+# Where a run writes, whether it writes at all, and how often it saves a checkpoint:
+# none of them changes a number.
 _NOT_IDENTITY = ("workdir", "dry_run", "compare", "compare_steps", "checkpoint_every")
 
 
@@ -27,13 +27,13 @@ class Config:
     """Train a decoder-only transformer on real English text, byte by byte, under a policy.
 
     It ends with a table of what every policy costs on this very model.
-    Interrupted, the same command takes up the run from its last checkpoint.
+    After an interruption the same command resumes from the last checkpoint.
     """
 
     policy: PolicyName = "sqrt"
     """What is kept for the backward pass."""
     levels: int | None = None
-    """Nested cuts; with --policy sqrt."""
+    """Levels of segments; with --policy sqrt."""
     slots: int | None = None
     """Carries kept; with --policy revolve."""
     framework: Literal["linen", "nnx"] = "linen"
@@ -53,7 +53,7 @@ class Config:
     ragged: bool = False
     """Train on paragraphs, in pieces of unequal length, and not on windows of the text."""
     accum: int = 1
-    """Microbatches that a batch is cut into."""
+    """Microbatches of a batch."""
     accum_form: Literal["inside", "across"] = "inside"
     """Microbatches inside one step (value_and_grad), or one in each of several (MultiSteps)."""
     steps: int = 200

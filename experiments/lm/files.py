@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written atomically."""
 
 import os
 import tempfile
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path`; whoever looks sees the old file or the new one."""
+    """Write `content` to `path` atomically: a reader sees the old file or the new one."""
     content = content.encode() if isinstance(content, str) else content
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

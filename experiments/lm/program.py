@@ -19,7 +19,7 @@ from lm.config import Config
 
 
 class State(NamedTuple):
-    """What one step hands to the next."""
+    """What one step passes to the next."""
 
     params: Any
     optimizer: Any
@@ -151,12 +151,12 @@ _params = jax.jit(model.init, static_argnums=0)
 
 
 def _architecture(config: Config) -> Config:
-    """What the first parameters depend on, so that runs alike in this compile them once."""
+    """What the first parameters depend on, so that runs that share it compile them once."""
     names = ("framework", "layers", "width", "heads", "sequence", "dropout")
     return Config(**{name: getattr(config, name) for name in names})
 
 
 def _dropout_key(config: Config, step: int, part: int) -> jax.Array:
-    """A function of seed, step and microbatch: a run taken up again draws the same masks."""
+    """A function of seed, step and microbatch: a resumed run draws the same masks."""
     root = jax.random.fold_in(jax.random.key(config.seed), 1)
     return jax.random.fold_in(jax.random.fold_in(root, step), part)

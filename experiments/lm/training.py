@@ -1,4 +1,4 @@
-"""The training loop, which taken up again gives the numbers of one that was never stopped."""
+"""The training loop; a resumed run gives the numbers of an uninterrupted one."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 
 
 def claim(config: Config, folder: Path) -> None:
-    """Make `folder` this run's own, or see that it already is.
+    """Claim `folder` for this run, or check that it already belongs to it.
 
     Raises:
       UserError: it holds another run, or something else.
@@ -46,7 +46,7 @@ def claim(config: Config, folder: Path) -> None:
     if different:
         raise UserError(
             f"{folder} holds a run of another configuration: {'; '.join(different)}; pass the same "
-            "options to take that run up again, or another --workdir"
+            "options to resume that run, or another --workdir"
         )
 
 
@@ -68,7 +68,7 @@ def train(program: Program, folder: Path, listener: Listener) -> list[dict[str, 
         if done == config.steps:
             return rows
         if done:
-            print(f"taking up the run after step {done}, from its checkpoint")
+            print(f"resuming after step {done}, from its checkpoint")
         files.write(folder / METRICS, "".join(map(_line, rows)))
         evaluate = held_out_loss(config)
         with (folder / METRICS).open("a") as metrics, _bar(config, done) as bar:

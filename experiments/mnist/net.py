@@ -6,7 +6,7 @@ convolution makes the image larger by 2 and each pooling halves it, so that 28×
 after the fifth pooling and stays so (2 + 2 = 4, halved 2).
 
 Shapes: B images, D width; kernels (D, 3, 3, C) for C channels, as cuDNN has them: in another
-layout XLA holds a transposed copy of each beside it.
+layout XLA keeps a transposed copy of each in addition.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Memory by the number of segments, and what each plan computes again for its memory."""
+"""Memory by the number of segments, and what each plan recomputes for its memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +67,7 @@ def _by_work(mine: Sequence[Need], rows: Sequence[Need], axes: "Axes") -> None:
             for place, numbers in _together([row.number for row in own], places).items():
                 _write(axes, ", ".join(map(str, sorted(numbers))), place, colour)
     axes.set_xlabel("memory of a train step [MB]")
-    axes.set_ylabel("matrix work computed again [% of the step]")
+    axes.set_ylabel("recomputed matmul FLOPs [% of the step]")
     axes.legend(frameon=False, fontsize=8.5, loc="lower right", bbox_to_anchor=(1, 0.15))
 
 

@@ -62,7 +62,7 @@ class Trained(Record):
       program: the net's sizes and how it was trained.
       policy: "none", "segments", "sqrt" or "fit".
       loss: mean of the last epoch; `first_loss` of the first step.
-      accuracy: the share of the held-out digits that are told right.
+      accuracy: the share of the held-out digits that are recognised.
       loss_off: the largest difference of a step's loss from that under "none"; 0 if they are
         equal bit for bit.
       seconds: with compiling.
@@ -82,14 +82,14 @@ class Trained(Record):
 
 
 def extra(row: Need, rows: Sequence[Need]) -> float:
-    """Matrix work that is done again, as a share of the step's with everything kept."""
+    """Recomputed matmul FLOPs, as a share of the step's with everything kept."""
     plain = next(r for r in rows if r.kind == "none" and r.update == row.update)
     return row.matmul_flops / plain.matmul_flops - 1
 
 
 def needs(rows: Sequence[Need], like_published: bool) -> str:
-    """The rows as a Markdown table, beside what was published if they are of that net."""
-    head = ["", "needs", "temporaries", "extra matrix work"]
+    """The rows as a Markdown table, with the published figures if they are of that net."""
+    head = ["", "needs", "temporaries", "extra matmul FLOPs"]
     lines = [head + ["published", "trained there"] * like_published]
     for row in rows:
         line = [row.name, f"{row.megabytes:.0f} MB", f"{row.temp_bytes / 1e6:.0f} MB"]
@@ -122,15 +122,15 @@ def accuracies(rows: Sequence[Trained]) -> str:
 
 
 def message(rows: Sequence[Need]) -> str:
-    """Size-aware plans beside the best of the equal segments, in a line."""
+    """The best size-aware plan and the best equal segments, in one line."""
     mine = [row for row in rows if row.update == "inside"]
     cut = min((row for row in mine if row.kind == "segments"), key=_megabytes)
     aware = [row for row in mine if row.kind in ("sqrt", "fit")]
     near = 1.01 * min(map(_megabytes, aware))
-    # Of those that need next to the least, the one that computes least again.
+    # Of those within a percent of the least memory, the one that recomputes least.
     best = min((row for row in aware if row.megabytes < near), key=lambda row: row.matmul_flops)
     return (
-        f"size-aware plan: {_cost(best, rows)} work; "
+        f"size-aware plan: {_cost(best, rows)} matmul FLOPs; "
         f"{cut.number} equal segments: {_cost(cut, rows)}"
     )
 
@@ -143,12 +143,12 @@ def answer(rows: Sequence[Need], trained: Sequence[Trained]) -> str:
     if after:
         saved = after["none"].required_bytes - after["sqrt"].required_bytes
         lines.append(
-            f"Where parameters are moved after the whole gradient is there, remat_sqrt saves "
+            f"Where parameters are updated after the whole backward pass, remat_sqrt saves "
             f"{saved / 1e6:.0f} MB."
         )
     for program in dict.fromkeys(row.program for row in trained):
         own = [row for row in trained if row.program == program]
-        line = f"{own[0].data}, {program}: {own[0].accuracy:.1%} of the held-out ones told right"
+        line = f"{own[0].data}, {program}: {own[0].accuracy:.1%} of the held-out digits recognised"
         if len(own) > 1:
             alike = len({row.accuracy for row in own}) == 1
             off = max(row.loss_off for row in own)

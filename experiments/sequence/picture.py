@@ -1,4 +1,4 @@
-"""Memory of each way to run the loop against how often it runs the cell, ours and equinox's."""
+"""Memory of each way to run the loop against evaluations of the cell, for jaxmem and equinox."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _STYLES = {
     "equinox": (PEER, "^", "equinox's checkpointed loop, checkpoints as marked"),
     "none": ("#555555", "D", "everything kept"),
 }
-# Where the numbers stand beside their points, so that those of neighbouring lines do not meet.
+# Offsets of the numbers from their points, so that those of neighbouring lines do not overlap.
 _AT = {"revolve": (-7, -11), "sqrt": (7, 5), "equinox": (10, 3), "none": (0, 8)}
 
 
@@ -40,7 +40,7 @@ def draw(rows: Sequence["Row"], message: str, path: Path) -> None:
                     ha="center",
                     fontsize=8.5,
                 )
-        axes.set_xlabel("memory besides inputs, parameters and their gradient [MiB]")
+        axes.set_xlabel("memory without inputs, parameters and their gradient [MiB]")
         axes.set_ylabel(f"evaluations of the cell, counted [× {rows[0].steps:,}]")
         axes.margins(0.08, 0.1)
         for axis in (axes.xaxis, axes.yaxis):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from common.table import Record, markdown
-from jaxmem.text import size
+from jaxmem._util.text import size
 from sequence.loops import Way
 
 # ---------------------------------------------------------------- types
@@ -90,14 +90,14 @@ def answer(rows: Sequence[Row]) -> str:
     return (
         f"{none.steps:,} steps need {size(none.own_bytes)} with everything kept and "
         f"{size(least.own_bytes)} under {least.name}. {exact} of {len(ours)} plans evaluate just "
-        f"what their formula says, in at most {size(more)} more than it.\n{beside(rows)}; "
+        f"what their formula says, in at most {size(more)} more than it.\n{against_equinox(rows)}; "
         f"{beaten} of its {len(theirs)} points need more and evaluate more than one of ours. "
         f"Gradients {f'are up to {off:.0e} apart' if off else 'are equal bit for bit'}."
     )
 
 
-def beside(rows: Sequence[Row]) -> str:
-    """equinox's loop beside revolve with equally many carries."""
+def against_equinox(rows: Sequence[Row]) -> str:
+    """equinox's loop compared with revolve with as many carries."""
     found = of(rows, "equinox")
     pairs = [(row, found[number]) for number, row in of(rows, "revolve").items()]
     memory = [theirs.own_bytes / row.own_bytes for row, theirs in pairs]

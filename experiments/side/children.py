@@ -1,4 +1,4 @@
-"""Asks a process of its own to train a net one way, and lives on whatever becomes of it.
+"""Asks a separate process to train a net one way, and survives its failure.
 
 Run as `python -m side.children QUESTION ANSWER`, this file is that process.
 """
@@ -86,7 +86,7 @@ def ask(question: Mapping[str, Any], folder: Path, device: str, timeout: float) 
     env = environment(folder) | ({"JAX_PLATFORMS": "cpu"} if device == "cpu" else {})
     command = [sys.executable, "-m", "side.children", str(paths[0]), str(paths[1])]
     with paths[2].open("wb") as log:
-        # A session of its own, so that the compilers that it started end with it.
+        # A new session, so that the compilers that it started end with it.
         child = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
             code = child.wait(timeout)

@@ -1,4 +1,4 @@
-"""The ways of training that are held against each other, and what becomes of one."""
+"""The ways of training that are compared, and the result of one."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -66,8 +66,8 @@ class Row(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
-    """A rival beside the best of ours.
+class Pair:
+    """A rival and the best of ours.
 
     Attributes:
       lean: of ours that are at most as slow, the one with the lowest peak; None if there is none.
@@ -97,8 +97,8 @@ def table(path: Path) -> Table[Row]:
     return Table(path, Row, ("hardware", "net", "size", "family", "method"))
 
 
-def beside(rows: Sequence[Row]) -> list[Beside]:
-    """Each rival that was measured, beside ours; rows are of one net."""
+def paired(rows: Sequence[Row]) -> list[Pair]:
+    """Each measured rival with the best of ours; rows are of one net."""
     wrong = {row.label for row in astray(rows)}
     good = [row for row in rows if row.place is not None and row.label not in wrong]
     found = []
@@ -110,7 +110,7 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
         lean = [(p, s, row) for row, p, s in mine if s <= SAME_TIME * seconds]
         quick = [(s, p, row) for row, p, s in mine if p <= SAME_MEMORY * peak]
         found.append(
-            Beside(
+            Pair(
                 rival,
                 min(lean, key=lambda one: one[:2])[2] if lean else None,
                 min(quick, key=lambda one: one[:2])[2] if quick else None,
@@ -119,7 +119,7 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
     return found
 
 
-def won(pairs: Sequence[Beside]) -> tuple[int, int]:
+def won(pairs: Sequence[Pair]) -> tuple[int, int]:
     """Than how many rivals ours needs less at equal time, and is faster at equal memory."""
     less = sum((pair.saves or 0) > SAME_MEMORY for pair in pairs)
     return less, sum((pair.speeds or 0) > SAME_TIME for pair in pairs)
@@ -143,7 +143,7 @@ def astray(rows: Sequence[Row]) -> list[Row]:
 
 def message(rows: Sequence[Row]) -> str:
     """What came of it, in a line; rows are of one net."""
-    pairs = beside(rows)
+    pairs = paired(rows)
     name = rows[0].net if rows else "nothing"
     if not pairs:
         return f"{name}: no peaks were measured, so nothing is claimed"
@@ -165,7 +165,7 @@ def summary(rows: Sequence[Row]) -> str:
         loss = "" if row.loss is None else f"{row.loss:.5g}"
         lines.append([row.label, row.status, *cells, loss])
     parts = [markdown(lines)]
-    if pairs := beside(rows):
+    if pairs := paired(rows):
         lines = [["other", "peak", "ours at equal time", "step", "ours at equal memory"]]
         for pair in pairs:
             lean, quick = pair.lean, pair.quick

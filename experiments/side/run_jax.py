@@ -1,6 +1,6 @@
-"""A net trained in JAX, in a process of its own: first compiled and planned, then run and measured.
+"""A net trained in JAX, in separate processes: planned and compiled, then run and measured.
 
-Two processes, since an allocator's peak cannot be set back: the first one's compiler tries kernels,
+Two processes, since an allocator's peak cannot be reset: the first one's compiler tries kernels,
 and leaves the executable in a cache, where the second one finds it.
 """
 

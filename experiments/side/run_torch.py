@@ -1,4 +1,4 @@
-"""A net trained in PyTorch, in a process of its own."""
+"""A net trained in PyTorch, in a separate process."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -45,7 +45,7 @@ def draw(measured: Sequence[Row], path: Path) -> bool:
 
 def _message(measured: Sequence[Row], nets: Sequence[str]) -> str:
     pairs = [
-        pair for net in nets for pair in rows.beside([row for row in measured if row.net == net])
+        pair for net in nets for pair in rows.paired([row for row in measured if row.net == net])
     ]
     less, faster = rows.won(pairs)
     return (

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from common import picture
 from common.table import Record, Table, markdown
-from jaxmem.text import size as text
+from jaxmem._util.text import size as text
 
 Question = Literal["batch", "model"]
 BATCH: Final = "batch"
@@ -75,7 +75,7 @@ class Row(Record):
 
     @property
     def work(self) -> float | None:
-        """Matrix work beyond the model's, in percent of that."""
+        """Matmul FLOPs beyond the model's, in percent of that."""
         if self.matmul_flops is None or not self.model_matmul_flops:
             return None
         return 100 * (self.matmul_flops / self.model_matmul_flops - 1)
@@ -98,7 +98,7 @@ def table(path: Path) -> Table[Row]:
 
 def summary(rows: Sequence[Row]) -> str:
     """The answers as Markdown."""
-    lines = [["target and question", "way", "largest", "at a time", "needs", "extra work"]]
+    lines = [["target and question", "way", "largest", "at a time", "needs", "extra FLOPs"]]
     for row in rows:
         largest = f"{row.asked} {UNIT[row.question]}"
         if not row.fits:
@@ -128,7 +128,7 @@ def message(rows: Sequence[Row]) -> str:
     for question, way in ((BATCH, REMAT), (MODEL, ALL)):
         before, after = found.get((question, PLAIN)), found.get((question, way))
         if before and after and before.fits and after.fits:
-            work = "" if after.work is None else f" ({after.work:+.0f} % work)"
+            work = "" if after.work is None else f" ({after.work:+.0f} % FLOPs)"
             times = after.asked / before.asked
             parts.append(f"{times:.0f} × as many {UNIT[question]} by {way}{work}")
     return f"{target}: {', '.join(parts) or 'too little fits to compare'}"
@@ -153,7 +153,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.set_xlim(0.8, most)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.set_title(_title(question, rows), loc="left", fontsize=9.5)
-            axes.set_xlabel(f"{UNIT[question]}; work is matrix work beyond the model's")
+            axes.set_xlabel(f"{UNIT[question]}; FLOPs: extra matmul FLOPs over the model's")
             axes.grid(False, axis="y")
             axes.set_yticks(list(places.values()), [way for _, way in places])
             axes.tick_params(axis="y", length=0)
@@ -199,7 +199,7 @@ def _bar(axes: Any, y: float, row: Row | None, way: str, most: float) -> None:
 
 
 def _words(row: Row) -> str:
-    work = "" if row.work is None else f", {row.work:+.0f} % work"
+    work = "" if row.work is None else f", {row.work:+.0f} % FLOPs"
     if row.unbounded:
         return f"any number, {row.at_once} at a time{work}"
     if row.question == BATCH:

@@ -5,20 +5,35 @@ the parameters' size.  The first moment is Adam's; the second is a sum of square
 has the square of a sum, which makes it another optimizer.
 """
 
+import dataclasses
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem.accumulate import modules
+from jaxmem._util.imported import nnx_is_used
+from jaxmem.accumulate import devices, modules
+from jaxmem.accumulate.call import positional
 from jaxmem.accumulate.gradient import accumulate, outputs
+from jaxmem.accumulate.mapped import axes_of
 from jaxmem.accumulate.parts import Parts
-from jaxmem.accumulate.trees import at_least_float32, described, floating, sum_dtype, weighed
-from jaxmem.arguments import is_array
+from jaxmem.accumulate.trees import (
+    at_least_float32,
+    described,
+    floating,
+    own_zero,
+    sum_dtype,
+    weighed,
+)
+from jaxmem.trace.arguments import is_array
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 # ---------------------------------------------------------------- types
 
@@ -66,6 +81,18 @@ class AdamA:
     The gradient as a whole never exists: it cannot be clipped, and there is none to look at
     before it is in the moments, so that a NaN stays in them.
 
+    With the rows over D devices there are two forms.  Where the compiler shards the program
+    by itself, gᵢ is summed over the devices in each of the K microbatches, and the step is that
+    of one device.  With `batch_sharding`, each device adds the shares gᵢₔ of its own rows to
+    moments of its own, which are summed over the devices once a step:
+
+        m ← β₁ m + (1 − β₁) Σₔ Σᵢ gᵢₔ        the same
+        v ← β₂ v + (1 − β₂) Σₔ Σᵢ gᵢₔ²       which is v of K·D microbatches on one device
+
+    What is said above of K then holds of K·D.  One message of both moments is sent in a step,
+    where the other form sends K of a gradient; to keep the v of K microbatches, those K are
+    needed, for the square of a sum is not known from its parts.
+
     Args:
       learning_rate: a number, or a schedule of optax.
       b1, b2: decay of the moments.
@@ -112,10 +139,18 @@ class AdamA:
     def init(self, params: Any) -> AdamAState:
         """The state before the first step.
 
+        Args:
+          params: a tree of arrays, or an NNX module, which stands for its `nnx.Param`s.
+
         Raises:
-          TypeError: the parameters are an NNX module; the text says how to take it apart.
+          TypeError: an NNX module is in the tree; the text says what to pass instead.
         """
-        modules.refuse("AdamA", params)
+        if nnx_is_used():
+            from flax import nnx
+
+            if isinstance(params, nnx.Module):
+                params = nnx.state(params, nnx.Param)
+        modules.present((params,), {})
 
         def zeros() -> Any:
             return jax.tree.map(
@@ -134,22 +169,39 @@ class AdamA:
         rng_argnums: int | Sequence[int] = (),
         carry_argnums: int | Sequence[int] = (),
         aux: Any = "stack",
+        batch_sharding: NamedSharding | PartitionSpec | None = None,
         return_weight: bool = False,
     ) -> Callable[..., Any]:
         """A function of (state, *arguments of fun) that returns value, updates and state.
 
+        With NNX modules what else `fun` changes in them, such as batch statistics, is carried
+        from microbatch to microbatch and written back.  Parameters stay as they are, for the
+        updates to be added to, unless the state is an `nnx.Optimizer`:
+
+            optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
+            step = nnx.jit(adam.value_and_update(loss, microbatches=8))
+            value = step(optimizer, model, batch)
+
+        It and the module are then updated in place, as by `optimizer.update`, and the value
+        alone is returned.  (Its own `update` cannot be called: it wants the gradient.)
+
         Args:
-          fun: as for `jaxmem.value_and_grad`; its first argument are the parameters.
+          fun: as for `jaxmem.value_and_grad`; its first argument are the parameters, or an NNX
+            module that stands for its `nnx.Param`s, or for what `wrt` of the optimizer says.
           has_aux: `fun` returns a pair; the value is then (value, aux).
           microbatches, batch_argnums, rng_argnums, carry_argnums, aux, return_weight: as for
             `jaxmem.value_and_grad`, positions being those of fun's arguments.
+          batch_sharding: how the batch lies over devices, as for `jaxmem.value_and_grad`: to sum
+            the moments over them once per step.  Each device's part of a microbatch is then a
+            microbatch of its own, which changes the second moment; see `AdamA`.
 
         Returns:
           The function.  For a loss that is a `Weighted`, what computes the weights runs
           twice: a microbatch's share is wanted before the last one has run.
 
         Raises:
-          TypeError, ValueError: as `jaxmem.value_and_grad`.
+          TypeError, ValueError: as `jaxmem.value_and_grad`; at the call: the state is not of
+            these parameters, or an `nnx.Optimizer` of another optimizer.
         """
         parts = Parts.checked(
             argnums=0,
@@ -159,20 +211,16 @@ class AdamA:
             batch_argnums=batch_argnums,
             rng_argnums=rng_argnums,
             carry_argnums=carry_argnums,
-            batch_sharding=None,
+            batch_sharding=batch_sharding,
             return_weight=return_weight,
         )
 
-        @functools.wraps(fun)
-        def step(state: AdamAState, *args: Any, **kwargs: Any) -> tuple[Any, Any, AdamAState]:
-            if not isinstance(state, AdamAState):
-                raise TypeError(
-                    f"the first argument must be the state that AdamA.init returned, got "
-                    f"{described(state)}"
-                )
-            modules.refuse("AdamA", args, kwargs)
-            sink = _Moments(self.b1, self.b2, state)
-            result, call = accumulate(fun, parts, sink, args, kwargs)
+        def step(state: AdamAState, filters: Any, args: Any, kwargs: Any) -> Any:
+            axes, *_ = axes_of(batch_sharding)
+            sink = _Moments(
+                self.b1, self.b2, axes, (jax.tree.leaves(state.mu), jax.tree.leaves(state.nu))
+            )
+            result, call = accumulate(fun, parts, sink, args, kwargs, filters)
             tree = call.trees[0]
             mu, nu = (tree.unflatten([held[k] for held in result.held]) for k in range(2))
             params = call.argument(0, call.leaves)
@@ -181,9 +229,49 @@ class AdamA:
                 functools.partial(self._direction, count=count), mu, nu, params
             )
             updates, tail = self._tail.update(direction, state.tail, params)
-            return outputs(parts, result), updates, AdamAState(count, mu, nu, tail)
+            return outputs(parts, result), params, updates, AdamAState(count, mu, nu, tail)
 
-        return step
+        @functools.wraps(fun)
+        def wrapped(state: Any, *args: Any, **kwargs: Any) -> Any:
+            if nnx_is_used():
+                from flax import nnx
+
+                if isinstance(state, nnx.Optimizer):
+                    given, named = positional(fun, args, kwargs)
+                    self._check_optimizer(state, given)
+                    value, params, updates, new = step(
+                        nnx.as_pure(state.opt_state), {0: state.wrt}, given, named
+                    )
+                    nnx.update(given[0], optax.apply_updates(params, updates))
+                    nnx.update(state.opt_state, nnx.state(nnx.as_pure(new)))
+                    state.step[...] += 1
+                    return value
+            if not isinstance(state, AdamAState):
+                raise TypeError(
+                    f"the first argument must be the state that AdamA.init returned, got "
+                    f"{described(state)}"
+                )
+            value, _, updates, state = step(state, {}, args, kwargs)
+            return value, updates, state
+
+        return wrapped
+
+    def _check_optimizer(self, optimizer: "nnx.Optimizer", args: Sequence[Any]) -> None:
+        """Raises `TypeError` or `ValueError` if it cannot be the state."""
+        from flax import nnx
+
+        if optimizer.tx is not self:
+            raise ValueError(
+                "the nnx.Optimizer was made with another optimizer, of type "
+                f"{type(optimizer.tx).__name__}; pass nnx.Optimizer(model, adam, wrt=nnx.Param) "
+                "with the AdamA whose value_and_update this is"
+            )
+        if not args or not isinstance(args[0], nnx.Module):
+            raise TypeError(
+                "an nnx.Optimizer is followed by the module that it was made for, got "
+                f"{described(args[0]) if args else 'nothing'}; pass what AdamA.init returned with "
+                "parameters that are no module"
+            )
 
     def _direction(self, mu: jax.Array, nu: jax.Array, param: jax.Array, count: Any) -> jax.Array:
         dtype = at_least_float32(mu.dtype)
@@ -196,17 +284,26 @@ class AdamA:
 # ---------------------------------------------------------------- implementation
 
 
+@dataclasses.dataclass(frozen=True)
 class _Moments:
-    """Both moments of each leaf, decayed once and then added to."""
+    """Both moments of each leaf, decayed once and then added to.
 
+    Attributes:
+      axes: mesh axes over which other parts of the batch lie.
+      arrays: the moments before, two lists.
+    """
+
+    b1: float
+    b2: float
+    axes: tuple[str, ...]
+    arrays: Any
     wants_share = True
 
-    def __init__(self, b1: float, b2: float, state: AdamAState) -> None:
-        self.b1, self.b2 = b1, b2
-        self.state = state
+    def with_arrays(self, arrays: Any) -> "_Moments":
+        return dataclasses.replace(self, arrays=arrays)
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-        mu, nu = jax.tree.leaves(self.state.mu), jax.tree.leaves(self.state.nu)
+        mu, nu = self.arrays
         if [m.shape for m in mu] != [leaf.shape for leaf in leaves]:
             raise ValueError(
                 "the state is not of these parameters: its moments are "
@@ -214,15 +311,23 @@ class _Moments:
                 f"{', '.join(map(described, leaves))}; pass what AdamA.init(parameters) returned"
             )
         return [
-            ((m * self.b1).astype(m.dtype), (v * self.b2).astype(v.dtype))
-            for m, v, _ in zip(mu, nu, leaves, strict=True)
+            (self._decayed(m, self.b1), self._decayed(v, self.b2))
+            for m, v in zip(mu, nu, strict=True)
         ]
+
+    def _decayed(self, moment: jax.Array, decay: float) -> jax.Array:
+        decayed = (moment * decay).astype(moment.dtype)
+        if not self.axes:
+            return decayed
+        # What was before is in the sum over the devices once.
+        first = jax.lax.axis_index(self.axes) == 0
+        return jnp.where(first, decayed, own_zero(moment.dtype))
 
     def divided(self, total: jax.Array, divisor: Any, leaf: jax.Array) -> jax.Array:
         return total
 
     def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> Any:
-        return held
+        return devices.summed(held, axes)
 
     def add(self, held: Any, gradient: jax.Array, factor: Any) -> tuple[jax.Array, jax.Array]:
         mu, nu = held

@@ -1,7 +1,7 @@
 """One call of a function whose batch is to be split: which argument is what, and whether it can be.
 
 Leaves of an argument that are no arrays (strings, functions, None) and batch leaves
-without axes are handed through as they are.
+without axes are passed through as they are.
 """
 
 import dataclasses

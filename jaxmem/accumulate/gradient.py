@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -157,9 +157,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if modules.present(args, kwargs):
-            return _of_modules(fun, parts, sink, filters, single, args, kwargs)
-        result, call = accumulate(fun, parts, sink, args, kwargs)
+        result, call = accumulate(fun, parts, sink, args, kwargs, filters)
         return outputs(parts, result), gradients(call, result, single)
 
     return wrapped
@@ -169,9 +167,23 @@ def value_and_grad(
 
 
 def accumulate(
-    fun: Callable[..., Any], parts: Parts, sink: Sink, args: Sequence[Any], kwargs: Any
+    fun: Callable[..., Any],
+    parts: Parts,
+    sink: Sink,
+    args: Sequence[Any],
+    kwargs: Any,
+    filters: Mapping[int, Any],
 ) -> tuple[Result, Call]:
-    """Run `fun` on its microbatches, wherever they lie."""
+    """Run `fun` on its microbatches, wherever they lie.
+
+    NNX modules among the arguments get the state that the last microbatch left.
+
+    Args:
+      filters: which variables of such a module are differentiated, by its position; those
+        of `nnx.Param` where nothing is said.
+    """
+    if modules.present(args, kwargs):
+        return _of_modules(fun, parts, sink, filters, args, kwargs)
     axes, mesh, count = axes_of(parts.batch_sharding)
     call = take_apart(
         fun,
@@ -184,8 +196,8 @@ def accumulate(
         microbatches=parts.microbatches,
         devices=count,
     )
-    go = functools.partial(run, sink=sink, spec=parts.aux, has_aux=parts.has_aux, axes=axes)
-    result = go(call) if count == 1 and mesh is None else on_devices(go, call, mesh, axes)
+    go = functools.partial(run, spec=parts.aux, has_aux=parts.has_aux, axes=axes)
+    result = go(call, sink) if mesh is None else on_devices(go, call, sink, mesh, axes)
     check_finished(result.weights)
     return result, call
 
@@ -212,11 +224,10 @@ def _of_modules(
     fun: Callable[..., Any],
     parts: Parts,
     sink: Sink,
-    filters: Any,
-    single: bool,
+    filters: Mapping[int, Any],
     args: Sequence[Any],
     kwargs: Any,
-) -> Any:
+) -> tuple[Result, Call]:
     args, kwargs = positional(fun, args, kwargs)
     # Counted from the end, before more arguments stand there.
     parts = dataclasses.replace(
@@ -236,11 +247,10 @@ def _of_modules(
         carry_argnums=(*states, *parts.carry_argnums),
         aux=Spec.of((["carry"] * len(states), aux if parts.has_aux else "stack")),
     )
-    result, found = accumulate(call, inner, sink, own, kwargs)
+    result, found = accumulate(call, inner, sink, own, kwargs, {})
     after, aux = result.aux
     modules.write_back(args, positions, after)
-    result = dataclasses.replace(result, aux=aux)
-    return outputs(parts, result), gradients(found, result, single)
+    return dataclasses.replace(result, aux=aux), found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +260,10 @@ class _Mean:
     dtype: np.dtype | None
     result_dtype: np.dtype | None
     wants_share = False
+    arrays = ()
+
+    def with_arrays(self, arrays: Any) -> "_Mean":
+        return self
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         return [jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self.dtype)) for leaf in leaves]

@@ -6,7 +6,7 @@ parameters' size.  Here the sum itself goes down the stack in that array's place
 adds its gradient to its row.
 
 In an ordinary scan the sum travels as the cotangent of a carry: the forward pass hands
-it through, and a layer's backward pass (`_touched`) adds to one row of it.  A stack whose
+it through, and a layer's backward pass (`_used`) adds to one row of it.  A stack whose
 schedule is jaxmem's own writes single rows anyway, and is told to add.
 """
 
@@ -23,12 +23,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.execute import Form, Into
-from jaxmem.find import subjaxprs
-from jaxmem.layer import Body
-from jaxmem.rewrite import through
-from jaxmem.stack import Stack, Tangent
-from jaxmem.tracing import note_plan
+from jaxmem.rewrite.apply import through
+from jaxmem.stacked import Form, Into
+from jaxmem.stacked.stack import Stack, Tangent
+from jaxmem.trace.context import note_plan
+from jaxmem.trace.find import subjaxprs
+from jaxmem.trace.layer import Body
 
 Add = Callable[[Any, Any, Any], Any]  # rows of what is held, their gradient, factor -> rows
 
@@ -88,7 +88,7 @@ def find(closed: ClosedJaxpr, candidates: Sequence[int], wanted: Sequence[int]) 
 def evaluate(
     stacked: Stacked, args: Sequence[Any], held: Mapping[int, Any], factor: Any, add: Add
 ) -> tuple[list[Any], dict[int, Any], Any]:
-    """The function, with what is held for its stacked parameters handed through.
+    """The function, with what is held for its stacked parameters passed through.
 
     Args:
       stacked: what `find` found.
@@ -206,7 +206,7 @@ def _schedule(eqn: Any, wanted: Sequence[bool]) -> Tangent | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _touched(add: Add, slices: Any, held: Any, factor: Any, index: Any) -> Any:
+def _used(add: Add, slices: Any, held: Any, factor: Any, index: Any) -> Any:
     """Everything as it is; backwards, the gradient of the slices is added to a row."""
     return slices, held, factor
 
@@ -229,7 +229,7 @@ def _backward(add: Add, index: Any, cts: Any) -> Any:
     return None, written, factor, None
 
 
-_touched.defvjp(_forward, _backward)
+_used.defvjp(_forward, _backward)
 
 
 def _scan(
@@ -243,8 +243,8 @@ def _scan(
         carry, held, factor = state
         index, x = own
         slices = {place: x[place - first] for place in held}
-        touched: Any = _touched(add, slices, held, factor, index)
-        slices, held, factor = touched
+        used: Any = _used(add, slices, held, factor, index)
+        slices, held, factor = used
         for place, value in slices.items():
             x[place - first] = value
         carry, y = body(consts, carry, x)

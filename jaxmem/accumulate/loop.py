@@ -85,9 +85,10 @@ class _Loop:
         self.varying = frozenset().union(*map(_jax.varying, arrays))
         # Parameters that all devices share would get their gradients summed in each microbatch.
         self.summed = {path: self.varying - _jax.varying(leaves[path]) for path in call.diff}
-        if not sink.wants_share:
-            for path in call.diff:
-                leaves[path] = devices.as_varying(leaves[path], self.varying)
+        # What wants each microbatch's share of a sum wants it over the other axes, too.
+        apart = self.varying & set(axes) if sink.wants_share else self.varying
+        for path in call.diff:
+            leaves[path] = devices.as_varying(leaves[path], apart)
         self.call = call.with_leaves(leaves, call.split)
         self.split = call.split
         own = set(call.rows)

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.accumulate.call import Call
 from jaxmem.accumulate.loop import Result
+from jaxmem.accumulate.objective import Sink
 
 
 def axes_of(sharding: Any) -> tuple[tuple[str, ...], Any, int]:
@@ -47,7 +48,7 @@ def axes_of(sharding: Any) -> tuple[tuple[str, ...], Any, int]:
 
 
 def on_devices(
-    go: Callable[[Call], Result], call: Call, mesh: Any, axes: tuple[str, ...]
+    go: Callable[[Call, Sink], Result], call: Call, sink: Sink, mesh: Any, axes: tuple[str, ...]
 ) -> Result:
     """The loop on each device's own rows."""
     paths = [path for path, leaf in call.leaves.items() if isinstance(leaf, jax.Array | np.ndarray)]
@@ -55,8 +56,9 @@ def on_devices(
     rows = PartitionSpec(axes)
     found: list[Any] = []
 
-    def local(arrays: list[Any]) -> Any:
-        result = go(call.with_leaves(dict(zip(paths, arrays, strict=True)), call.split))
+    def local(arrays: list[Any], begun: Any) -> Any:
+        own_call = call.with_leaves(dict(zip(paths, arrays, strict=True)), call.split)
+        result = go(own_call, sink.with_arrays(begun))
         leaves, tree = jax.tree.flatten(result.aux)
         whole, split = [], []
         for leaf, lies in zip(leaves, result.aux_split, strict=True):
@@ -71,11 +73,11 @@ def on_devices(
     (value, weights, held, whole), (split, row_gradients) = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=([rows if path in own else PartitionSpec() for path in paths],),
+        in_specs=([rows if path in own else PartitionSpec() for path in paths], PartitionSpec()),
         out_specs=(PartitionSpec(), rows),
         axis_names=set(axes),
         check_vma=False,
-    )([call.leaves[path] for path in paths])
+    )([call.leaves[path] for path in paths], sink.arrays)
     tree, lies = found
     whole_leaves, split_leaves = iter(whole), iter(split)
     aux = tree.unflatten([next(split_leaves if one else whole_leaves) for one in lies])

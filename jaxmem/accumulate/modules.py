@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
+
+from jaxmem._util.imported import nnx_is_used
 
 # ---------------------------------------------------------------- API
 
@@ -21,6 +22,10 @@ def present(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     Raises:
       TypeError: one is, where it could not be taken apart.
     """
+    if not nnx_is_used():
+        return False
+    from flax import nnx
+
     for name, value in kwargs.items():
         if isinstance(value, nnx.Module):
             raise TypeError(
@@ -36,22 +41,13 @@ def present(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(arg, nnx.Module) for arg in args)
 
 
-def refuse(what: str, *args: Any) -> None:
-    """Raises `TypeError` if NNX modules are among the arguments, or in them."""
-    found = _inside(args)
-    if found is not None:
-        raise TypeError(
-            f"{what} takes no NNX modules, and got a {type(found).__name__}: its batch statistics "
-            "and keys would be taken for parameters. Take it apart, graph, params, rest = "
-            "flax.nnx.split(model, flax.nnx.Param, ...), pass params as the parameters and rest "
-            "in carry_argnums=, and let the function flax.nnx.merge them and return the new rest "
-            'as its "carry"'
-        )
-
-
 def wanted(argnums: Any) -> tuple[Any, dict[int, Any]]:
     """Positions, and for each `nnx.DiffState` among them which variables it means."""
     several = argnums if isinstance(argnums, Sequence) else (argnums,)
+    if not nnx_is_used():
+        return (tuple(several) if isinstance(argnums, Sequence) else argnums), {}
+    from flax import nnx
+
     filters = {item.argnum: item.filter for item in several if isinstance(item, nnx.DiffState)}
     plain = [item.argnum if isinstance(item, nnx.DiffState) else item for item in several]
     return (tuple(plain) if isinstance(argnums, Sequence) else plain[0]), filters
@@ -74,6 +70,8 @@ def pure(
     Raises:
       ValueError: two modules share a variable.
     """
+    from flax import nnx
+
     positions = [k for k, arg in enumerate(args) if isinstance(arg, nnx.Module)]
     _check_apart([args[k] for k in positions], positions)
     graphs: dict[int, Any] = {}
@@ -104,6 +102,8 @@ def pure(
 
 def write_back(args: Sequence[Any], positions: Sequence[int], states: Sequence[Any]) -> None:
     """Give each module the state that the last microbatch left."""
+    from flax import nnx
+
     for k, state in zip(positions, states, strict=True):
         nnx.update(args[k], state)
 
@@ -113,12 +113,18 @@ def write_back(args: Sequence[Any], positions: Sequence[int], states: Sequence[A
 
 def _inside(tree: Any) -> Any:
     """The first NNX module in a tree, or `nnx.Rngs`; None if there is none."""
+    if not nnx_is_used():
+        return None
+    from flax import nnx
+
     kinds = (nnx.Module, nnx.Rngs)
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
     return next((node for node in leaves if isinstance(node, kinds)), None)
 
 
 def _check_apart(modules: Sequence[Any], positions: Sequence[int]) -> None:
+    from flax import nnx
+
     owner: dict[int, int] = {}
     for position, module in zip(positions, modules, strict=True):
         for path, node in nnx.iter_graph(module, graph=True):

@@ -32,6 +32,15 @@ class Sink(Protocol):
 
     wants_share: bool
 
+    @property
+    def arrays(self) -> Any:
+        """A tree of what `begin` reads beside the leaves; every device gets it whole."""
+        ...
+
+    def with_arrays(self, arrays: Any) -> "Sink":
+        """The same with these arrays."""
+        ...
+
     def begin(self, leaves: Sequence[jax.Array]) -> list[Any]:
         """What is held for each leaf before the first microbatch: trees of arrays of its shape."""
         ...

@@ -44,16 +44,24 @@ def stepped(
     inner = jax.tree.map(_like, inner, inner)
 
     if _can_share(found, mean):
+        treedef = jax.tree.structure(mean)
 
         def body(carry: Any, operands: Any) -> Any:
-            shared, inner = carry
+            shared, inner = treedef.unflatten(carry[0][::-1]), carry[1]
             updates, inner = inner_update(jax.tree.map(_like, shared, mean), inner, operands)
-            return jax.tree.map(_like, updates, shared), inner
+            updates = jax.tree.map(_like, updates, shared)
+            return jax.tree.leaves(updates)[::-1], inner
 
         shared = jax.tree.map(
             lambda acc, new: acc.astype(promoted(acc.dtype, new.dtype)), mean, found
         )
-        shared, inner = run_if(body, steps, (shared, inner), operands)
+        # The last leaf goes first.  XLA finds a place for what is in a loop in the loop's order,
+        # and takes any donated accumulator that is free meanwhile; those are overwritten after
+        # the loop, in the order of the tree.  In that order a leaf would take the place of a
+        # later one, which then finds none (seen on TPU: a temporary for each such leaf).  The
+        # other way around no place but its own stays free until it is read.
+        last_first, inner = run_if(body, steps, (jax.tree.leaves(shared)[::-1], inner), operands)
+        shared = treedef.unflatten(last_first[::-1])
         updates = jax.tree.map(lambda x: jnp.where(steps, x, own_zero(x.dtype)), shared)
         mean = jax.tree.map(
             lambda x, acc: jnp.where(steps, own_zero(x.dtype), x).astype(acc.dtype),

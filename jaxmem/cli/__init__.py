@@ -1,4 +1,4 @@
-"""The command line: `jaxmem report`, `sweep`, `diff`, `targets`, `doctor`, `verify`, `cache`.
+"""The command line: `jaxmem report`, `fit`, `sweep`, `diff`, `verify`, `targets`, `doctor` …
 
 Nothing here imports jax before a command needs it, so that help and completion are quick.
 """

@@ -1,4 +1,4 @@
-"""What `report` and `sweep` check before anything is compiled."""
+"""What `report`, `fit` and `sweep` check before anything is compiled."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from jaxmem.jobs.load import Entry
 from jaxmem.jobs.parse import PolicyText
 
 if TYPE_CHECKING:
-    from jaxmem.program import Program
+    from jaxmem.compile.program import Program
 
 Under = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -51,15 +51,15 @@ def check_policies(entry: Entry, policies: tuple[PolicyText, ...]) -> None:
 
 
 def trace(job: Job, platform: str | None = None) -> "Program":
-    """The job's step, traced for a platform, None for the attached one; within `Entry.under`."""
-    from jaxmem.program import Program
+    """The job's step, traced for a platform, None for the attached one; call in `Entry.under`."""
+    from jaxmem.compile.program import Program
 
     donated, static = job.donate_argnums, job.static_argnums
     return Program(job.step, job.args, dict(job.kwargs), donated, static, platform)
 
 
 def under(entry: Entry, policy: PolicyText, plan: Path | None) -> Under:
-    """What makes the context, in each thread anew, in which the job is traced.
+    """A factory of the context in which the job is traced; each thread makes its own.
 
     Raises:
       ValueError: the file holds no plan.
@@ -73,7 +73,7 @@ def under(entry: Entry, policy: PolicyText, plan: Path | None) -> Under:
 
 
 def made_elsewhere(plan: Path, targets: Sequence[str]) -> str:
-    """A note on a plan that was made for another target than some of these; "" if it was not."""
+    """A note on targets for which the plan was not made; "" if there are none."""
     from jaxmem.fitting.step_plan import StepPlan
 
     made_for = StepPlan.load(plan).target
@@ -81,8 +81,8 @@ def made_elsewhere(plan: Path, targets: Sequence[str]) -> str:
     if not made_for or not others:
         return ""
     return (
-        f"{plan} was made for {made_for}: on {', '.join(others)} it may need more, or compute more "
-        f"again, than a plan made there (jaxmem fit --target {others[0]})"
+        f"{plan} was made for {made_for}: on {', '.join(others)} it may need more memory, or "
+        f"recompute more, than a plan made for it (jaxmem fit --target {others[0]})"
     )
 
 

@@ -1,18 +1,18 @@
-"""`jaxmem cache`: the compiled results kept on disk."""
+"""`jaxmem cache`: the compilers' results cached on disk."""
 
 import click
 
 
 @click.group()
 def cache() -> None:
-    """The results of compilers that are kept on disk."""
+    """Show or clear the compilers' results cached on disk."""
 
 
 @cache.command()
 def show() -> None:
-    """Print where it is and how much is in it."""
+    """Print the folder of the cache, and how many results it holds."""
+    from jaxmem._util.text import size
     from jaxmem.targets import Cache
-    from jaxmem.text import size
 
     store = Cache()
     count, total = store.usage()
@@ -21,9 +21,9 @@ def show() -> None:
 
 @cache.command()
 def clear() -> None:
-    """Delete all of it."""
+    """Delete all cached results."""
+    from jaxmem._util.text import size
     from jaxmem.targets import Cache
-    from jaxmem.text import size
 
     store = Cache()
     count, total = store.usage()

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from jaxmem.cli.building import check_policies, settings_of, trace
-from jaxmem.cli.failure import one_line
 from jaxmem.cli.rows import FRACTIONS, NUMBERS, Key, Row, key_of
+from jaxmem.jobs.failure import one_line
 from jaxmem.jobs.job import Job
 from jaxmem.jobs.load import Entry, find
 from jaxmem.jobs.parse import PolicyText
@@ -26,7 +26,7 @@ class Combination:
 
     Attributes:
       entry: what builds the job.
-      policy: to build or trace it under.
+      policy: that it is built and traced under.
       settings: keywords of the job, batch and accum among them.
       undecorated: whether the policy has nothing to act on, as seen by `trace`.
     """
@@ -46,7 +46,7 @@ class Combination:
         return " ".join([self.policy.text, *known])
 
     def trace(self, targets: tuple[str, ...]) -> None:
-        """Trace the program, so that `is_done` can tell it from another; keeps an error."""
+        """Trace the program, for `is_done` to compare; keep an error for the row."""
         try:
             self._job = self.entry.make(self.settings, self.policy)
             with self.entry.under(self.policy):
@@ -56,7 +56,7 @@ class Combination:
             self._error = one_line(error)
 
     def _program(self, job: Job, platform: str | None) -> str:
-        from jaxmem.tracing import recording
+        from jaxmem.trace.context import recording
 
         program = trace(job, platform)
         self.undecorated = self.entry.is_forced(self.policy) and not program.record.regions
@@ -66,15 +66,15 @@ class Combination:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forget(self) -> None:
-        """Let go of the job, and of arrays that it may hold."""
+        """Release the job, and the arrays that it may hold."""
         self._job = None
 
     def key(self, target: str) -> Key:
-        """Of its row for a target."""
+        """The key of its row for a target."""
         return key_of(self._first(target))
 
     def is_done(self, rows: dict[Key, Row], target: str) -> bool:
-        """Whether its row is there, for this program and these versions, without an error."""
+        """Whether the file has its row, for this program and these versions, without an error."""
         row = rows.get(self.key(target))
         if row is None or row["error"] or self._error:
             return False
@@ -103,10 +103,10 @@ class Combination:
     def _last(self, target: str) -> dict[str, str]:
         import jax
 
-        import jaxmem
+        from jaxmem._util.version import __version__
 
         return {
-            "jaxmem": jaxmem.__version__,
+            "jaxmem": __version__,
             "jax": jax.__version__,
             "compiler": _compiler(target),
             "program": self._programs.get(_platform(target), ""),
@@ -125,7 +125,7 @@ def combinations(
     accum: tuple[str, ...] | None,
     settings: tuple[tuple[str, str], ...],
 ) -> list[Combination]:
-    """The product, policies slowest; nothing is built yet.
+    """The product of all axes, policies outermost; nothing is built yet.
 
     Raises:
       click.UsageError: the job has no such keyword, or one is given twice.
@@ -175,7 +175,7 @@ def _values(
 
 
 def _platform(target: str) -> str | None:
-    """Of a named target; None for the attached backend."""
+    """The platform of a named target; None for the attached backend."""
     if target == "local":
         return None
     from jaxmem import targets
@@ -184,7 +184,7 @@ def _platform(target: str) -> str | None:
 
 
 def _compiler(target: str) -> str:
-    """What decides what the compiler makes of a program: versions, and in short the rest."""
+    """What a compiled result depends on: versions, and a digest of flags and target."""
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     if target == "local":
         return f"jaxlib {importlib.metadata.version('jaxlib')}{_short(flags if any(flags) else '')}"
@@ -193,7 +193,7 @@ def _compiler(target: str) -> str:
     found = targets.target(target)
     versions = sorted(targets.versions(found).items())
     text = ", ".join(f"{name} {version}" for name, version in versions)
-    # Of a target of the user's own the facts may have changed.
+    # The facts of a target from a user's file may have changed.
     return text + _short([repr(found), *flags])
 
 

@@ -1,4 +1,4 @@
-"""Threads that wait for compilers; each compiler is a process of its own."""
+"""Threads that wait for compilers; each compiler is a separate process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 @contextlib.contextmanager
 def compiling(count: int) -> Iterator[ThreadPoolExecutor]:
-    """So many at once.  When the body is interrupted, compilers still at work are ended."""
+    """`count` threads.  When the body is interrupted, running compilers are ended."""
     with ThreadPoolExecutor(count) as threads:
         try:
             yield threads

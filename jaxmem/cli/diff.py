@@ -1,11 +1,12 @@
-"""`jaxmem diff`: what one report has more than another."""
+"""`jaxmem diff`: the difference of two reports."""
 
+import json
 from pathlib import Path
 
 import click
 
 from jaxmem.cli.options import json_option
-from jaxmem.cli.streams import emit
+from jaxmem.cli.streams import emit, emit_json
 
 _File = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -15,19 +16,19 @@ _File = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.argument("after", type=_File, metavar="B.json")
 @json_option
 def diff(before: Path, after: Path, as_json: bool) -> None:
-    """Explain B - A: what the second report needs more than the first, part by part.
+    """Explain B - A: what the second report needs more or less than the first, part by part.
 
-    The files are what jaxmem report --json wrote.
+    The files are written by jaxmem report --json.
     """
     difference = _read(after) - _read(before)
     if as_json:
-        click.echo(difference.to_json())
+        emit_json(json.loads(difference.to_json()))
     else:
         emit(difference)
 
 
 def _read(path: Path):
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.report import MemoryReport
 
     try:
         text = path.read_text(encoding="utf-8")

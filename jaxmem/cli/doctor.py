@@ -1,8 +1,7 @@
-"""`jaxmem doctor`: what is installed, what is missing, and what to type."""
+"""`jaxmem doctor`: what is installed, what is missing, and how to install it."""
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -10,9 +9,9 @@ from collections.abc import Iterator
 
 import click
 
-from jaxmem.cli.failure import one_line
 from jaxmem.cli.options import json_option
-from jaxmem.cli.streams import results_only
+from jaxmem.cli.streams import emit_json, results_only
+from jaxmem.jobs.failure import one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +19,11 @@ class Check:
     """One thing that a report may need.
 
     Attributes:
-      name: what it is.
-      ok: whether it is there and works.
+      name: of the part checked.
+      ok: whether it is installed and works.
       found: its version, or what is wrong.
-      use: what it is for.
-      remedy: the line to type, or what to do.
+      use: what needs it.
+      remedy: a shell command, or what to do.
     """
 
     name: str
@@ -38,15 +37,13 @@ class Check:
 @json_option
 def doctor(as_json: bool) -> int:
     """Check this installation; exit code 0 if reports for the attached backend work."""
-    # A look at a GPU must not take three quarters of its memory.
+    # Looking at a GPU must not allocate three quarters of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with results_only():
         checks = list(_checks())
     works = next(check.ok for check in checks if check.name == _LOCAL)
     if as_json:
-        click.echo(
-            json.dumps({"works": works, "checks": [dataclasses.asdict(check) for check in checks]})
-        )
+        emit_json({"works": works, "checks": [dataclasses.asdict(check) for check in checks]})
     else:
         click.echo(_table(checks))
     return 0 if works else 1
@@ -113,19 +110,19 @@ def _backend() -> Check:
 def _local_report() -> Check:
     import jax
 
-    from jaxmem.memory import memory_report
+    from jaxmem.report.memory import memory_report
 
     use = "jaxmem report JOB"
     try:
         report = memory_report(lambda x: x + 1, jax.ShapeDtypeStruct((256,), "float32"))
-    except Exception as error:  # whatever it is, it is what is wrong here
+    except Exception as error:  # any error means that reports do not work here
         return Check(_LOCAL, False, one_line(error), use, "see the lines above")
     return Check(_LOCAL, True, f"compiled in {report.compile_seconds:.1f} s", use)
 
 
 def _cache() -> Check:
+    from jaxmem._util.text import size
     from jaxmem.targets import Cache
-    from jaxmem.text import size
 
     store = Cache()
     count, total = store.usage()
@@ -146,7 +143,7 @@ def _version(name: str) -> str | None:
 
 
 def _table(checks: list[Check]) -> str:
-    from jaxmem.text import columns
+    from jaxmem._util.text import columns
 
     lines = [
         ("OK" if check.ok else "--", check.name, check.found, f"for {check.use}" * bool(check.use))
@@ -154,7 +151,7 @@ def _table(checks: list[Check]) -> str:
     ]
     todo = [check for check in checks if not check.ok]
     remedies = [f"  {check.remedy}  # {check.name}, for {check.use}" for check in todo]
-    # One line serves several.
+    # One command may remedy several checks.
     remedies = list(dict.fromkeys(remedies))
-    what = ["", "to type:", *remedies] if todo else []
+    what = ["", "what to do:", *remedies] if todo else []
     return "\n".join([columns(lines, indent=""), *what])

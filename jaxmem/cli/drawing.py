@@ -8,12 +8,12 @@ from jaxmem.cli.rows import NUMBERS
 from jaxmem.cli.streams import say
 
 if TYPE_CHECKING:
-    from jaxmem.compare import Comparison
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.compare import Comparison
+    from jaxmem.report.report import MemoryReport
 
 
 def draw_heatmaps(rows: list[dict[str, Any]], path: Path) -> None:
-    """Policy × batch: what fits."""
+    """Draw which policies fit at which batch sizes."""
 
     def key(row: dict[str, Any]) -> Any:
         return row["policy"], _number(row["batch"])
@@ -24,7 +24,7 @@ def draw_heatmaps(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_plots(rows: list[dict[str, Any]], path: Path) -> None:
-    """Memory against recompute, for one batch size each: of a smaller one less is always less."""
+    """Memory against recomputation, a picture per batch size: smaller batches always need less."""
     by = ("target", "batch", "accum")
     for compared, file in _groups(rows, path, by, lambda row: row["policy"]):
         compared.plot(file)
@@ -37,8 +37,8 @@ def _groups(
     by: tuple[str, ...],
     key: Callable[[dict[str, Any]], Any],
 ) -> list[tuple["Comparison", Path]]:
-    """The rows in groups that agree in the columns `by`, each with a file of its own."""
-    from jaxmem.compare import compare
+    """The rows in groups with equal columns `by`, and a file for each group."""
+    from jaxmem.report.compare import compare
 
     groups: dict[tuple[Any, ...], dict[Any, MemoryReport]] = {}
     for row in rows:
@@ -60,8 +60,8 @@ def _file_part(column: str, value: Any) -> str:
 
 
 def as_report(row: dict[str, Any]) -> "MemoryReport":
-    """A row as a report, without what a row does not have: buffers, arguments, lints."""
-    from jaxmem.report import MemoryReport
+    """A row as a report, without buffers, arguments and lints, which a row does not hold."""
+    from jaxmem.report.report import MemoryReport
 
     return MemoryReport(
         **{name: row[name] for name in NUMBERS},

@@ -16,7 +16,7 @@ from jaxmem.cli.options import (
     set_option,
     timeout_option,
 )
-from jaxmem.cli.streams import emit, results_only, say
+from jaxmem.cli.streams import emit, emit_json, results_only, say
 from jaxmem.cli.writing import check_files
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ _File = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @job_argument
 @click.option(
-    "--budget", type=Budget(), required=True, metavar="SIZE", help="Of one device, as in 40GiB."
+    "--budget",
+    type=Budget(),
+    required=True,
+    metavar="SIZE",
+    help="Memory of one device, as in 40GiB.",
 )
 @click.option(
     "--target",
@@ -41,13 +45,13 @@ _File = click.Path(dir_okay=False, path_type=Path)
     help="An accelerator, as jaxmem targets lists them; local is the attached one.",
 )
 @click.option("--save", type=_File, metavar="FILE", help="Where to write the plan, as JSON.")
-@click.option("--explain", is_flag=True, help="Say what becomes of each value of a layer.")
+@click.option("--explain", is_flag=True, help="Print the decision on each value of a layer.")
 @json_option
 @click.option(
     "--plot",
     type=_File,
     metavar="FILE",
-    help="Draw memory against recomputation, as PNG or SVG; compiles more plans.",
+    help="Draw memory against recomputation, as PNG or SVG; compiles further plans.",
 )
 @click.option(
     "--points",
@@ -57,14 +61,14 @@ _File = click.Path(dir_okay=False, path_type=Path)
     metavar="NUMBER",
     help="How many plans to draw.",
 )
-@click.option("--offload", is_flag=True, help="Values may be sent to the host's memory.")
+@click.option("--offload", is_flag=True, help="Allow values to be kept in host memory.")
 @click.option(
     "--cost",
     type=click.Choice(["roofline", "flops", "measured"]),
     default="roofline",
     show_default=True,
-    help="What is made least: seconds by a roofline, or as measured on the attached device, or "
-    "matrix work alone.",
+    help="What to minimise: seconds by a roofline, seconds measured on the attached device, or "
+    "matmul FLOPs.",
 )
 @click.option(
     "--max-compiles",
@@ -72,7 +76,7 @@ _File = click.Path(dir_okay=False, path_type=Path)
     default=6,
     show_default=True,
     metavar="NUMBER",
-    help="How often the step may be compiled for the plan.",
+    help="How many times the step may be compiled to find the plan.",
 )
 @set_option
 @timeout_option
@@ -93,11 +97,11 @@ def fit(
     timeout: float,
     no_cache: bool,
 ) -> int:
-    """The fastest plan for the decorated stacks of JOB that is within a budget of memory.
+    """Find the fastest plan for the decorated code of JOB within a memory budget.
 
-    jaxmem.use_plan and jaxmem report --plan apply what --save wrote.
-    Exit code: 0 it fits, 2 no plan does or the device has less than the budget, and too little,
-    1 an error.
+    jaxmem.use_plan and jaxmem report --plan apply a saved plan.
+    Exit code: 0 it fits, 2 no plan fits the budget or the plan does not fit the device, 1 an
+    error.
     """
     check_files(save=save, plot=plot)
     options = {
@@ -112,7 +116,7 @@ def fit(
         found = _fitted(job, budget, max_compiles, options)
     fits = not isinstance(found, Exception)
     if as_json:
-        click.echo(json.dumps(_data(found, budget, explain)))
+        emit_json(_data(found, budget, explain))
     elif fits:
         _show(found, explain)
     if not fits:
@@ -163,16 +167,16 @@ def _fitted(
 
 
 def _show(fitted: "Fitted", explain: bool) -> None:
+    from jaxmem._util.text import size
     from jaxmem.show.words import signed_share
-    from jaxmem.text import size
 
     report = fitted.report
     work = report.recompute_overhead
-    again = "" if work is None else f"; {signed_share(work)} matrix work"
+    overhead = "" if work is None else f"; {signed_share(work)} matmul FLOPs"
     compiles = f"{fitted.compiles} compile{'s' if fitted.compiles > 1 else ''}"
     click.echo(
         f"needs {size(report.required_bytes)} of a budget of {size(fitted.budget)} on "
-        f"{report.target}: fits{again} ({compiles})"
+        f"{report.target}: fits{overhead} ({compiles})"
     )
     click.echo(str(fitted.explain() if explain else fitted.plan))
     if report.fits is False:
@@ -181,8 +185,8 @@ def _show(fitted: "Fitted", explain: bool) -> None:
 
 
 def _data(found: "Fitted | BudgetError", budget: int, explain: bool) -> dict[str, Any]:
-    """The JSON: of a plan, or of the least that was reached."""
-    from jaxmem.records import to_data
+    """The JSON of a plan, or of the least memory that was reached."""
+    from jaxmem._util.records import to_data
 
     if isinstance(found, Exception):
         report = None if found.report is None else json.loads(found.report.to_json())

@@ -1,4 +1,4 @@
-"""What several commands take: lists with commas, settings of a job, policies, targets."""
+"""Options that several commands share: comma-separated lists, settings of a job, targets."""
 
 import os
 import tomllib
@@ -14,7 +14,7 @@ _POLICIES = ("own", "none", "full", "dots", "dots_no_batch", "sqrt", "revolve", 
 
 
 class Names(click.ParamType):
-    """Texts with commas between them, each one once."""
+    """A comma-separated list without duplicates."""
 
     name = "list"
 
@@ -25,7 +25,7 @@ class Names(click.ParamType):
         if "" in parts:
             self.fail(f"{value!r} has an empty entry; write a,b,c", param, ctx)
         if twice := [part for k, part in enumerate(parts) if part in parts[:k]]:
-            self.fail(f"{twice[0]!r} stands twice in {value!r}", param, ctx)
+            self.fail(f"{twice[0]!r} is given twice in {value!r}", param, ctx)
         return tuple(parts)
 
 
@@ -39,7 +39,7 @@ class Setting(click.ParamType):
             return value
         key, equals, text = value.partition("=")
         if not equals or not key.isidentifier():
-            self.fail(f"{value!r} is no setting; write key=value, as in batch=16", param, ctx)
+            self.fail(f"{value!r} is not a setting; write key=value, as in batch=16", param, ctx)
         return key, text
 
 
@@ -49,7 +49,7 @@ class Budget(click.ParamType):
     name = "size"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        from jaxmem.text import parse_size
+        from jaxmem._util.text import parse_size
 
         try:
             return parse_size(value)
@@ -93,7 +93,7 @@ set_option = click.option(
     type=Setting(),
     multiple=True,
     metavar="KEY=VALUE",
-    help="A keyword of the job, such as batch=16; may be given several times.",
+    help="A keyword argument of the job, such as batch=16; may be repeated.",
 )
 
 timeout_option = click.option(
@@ -102,11 +102,16 @@ timeout_option = click.option(
     default=900.0,
     show_default=True,
     metavar="SECONDS",
-    help="Stop a compiler that takes longer.",
+    help="Stop a compiler after this time.",
 )
 
-cache_option = click.option("--no-cache", is_flag=True, help="Compile anew, and keep nothing.")
+cache_option = click.option(
+    "--no-cache", is_flag=True, help="Neither read nor write the cache of compiled results."
+)
 
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="JSON, and nothing else on standard output."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help='Print JSON, and nothing else, on standard output; an error is {"error": …}.',
 )

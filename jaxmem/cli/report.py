@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxmem.cli.failure import explained, one_line
 from jaxmem.cli.options import (
     Names,
     cache_option,
@@ -19,12 +18,13 @@ from jaxmem.cli.options import (
     set_option,
     timeout_option,
 )
-from jaxmem.cli.streams import emit, results_only, say
+from jaxmem.cli.streams import emit, emit_json, results_only, say
 from jaxmem.cli.writing import check_files
+from jaxmem.jobs.failure import explained, one_line
 from jaxmem.jobs.parse import PolicyText
 
 if TYPE_CHECKING:
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.report import MemoryReport
 
 
 @click.command()
@@ -37,21 +37,20 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="NAMES",
     shell_complete=complete_targets,
-    help="Accelerators with commas between them, as jaxmem targets lists them; "
-    "local is the attached one.",
+    help="Comma-separated accelerators, as jaxmem targets lists them; local is the attached one.",
 )
 @click.option(
     "--policy",
     default="own",
     metavar="NAME",
     shell_complete=complete_policies,
-    help="For the decorated stacks instead of their own, as in sqrt or revolve:slots=4.",
+    help="A policy in place of those in the code, such as sqrt or revolve:slots=4.",
 )
 @click.option(
     "--plan",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="The same, by a plan that jaxmem fit --save wrote.",
+    help="A plan, written by jaxmem fit --save, in place of the policies in the code.",
 )
 @set_option
 @json_option
@@ -78,9 +77,13 @@ def report(
     no_cache: bool,
     no_suggest: bool,
 ) -> int:
-    """What JOB needs on each target, and whether it fits.
+    """Compile JOB for each target: the memory that it needs, and whether it fits.
 
     Exit code: 0 it fits everywhere, 2 it does not, 1 an error.
+
+    --json prints one document: the report, or for several targets a list of reports in
+    their order. A target that failed has {"target": …, "error": …} in its place; what
+    fails before the first compilation is {"error": …} alone.
     """
     if plan is not None and policy != "own":
         raise click.UsageError(
@@ -116,7 +119,7 @@ def _reports(
 
     for target in targets:
         if target != "local":
-            with contextlib.suppress(ValueError, OSError):  # said again, and better, by the report
+            with contextlib.suppress(ValueError, OSError):  # the report raises it with more detail
                 warm_up(named(target))  # while the user's module is imported
     entry = find(where)
     building.check_policies(entry, (policy,))
@@ -150,10 +153,7 @@ def _show(targets: tuple[str, ...], found: list[Any], as_json: bool) -> None:
             else json.loads(one.to_json())
             for target, one in zip(targets, found, strict=True)
         ]
-        if len(objects) > 1:
-            click.echo(json.dumps(objects))
-        elif "error" not in objects[0]:
-            click.echo(json.dumps(objects[0]))
+        emit_json(objects if len(objects) > 1 else objects[0])
     else:
         for k, one in enumerate(one for one in found if not isinstance(one, BaseException)):
             if k:

@@ -1,21 +1,22 @@
 """The CSV of a sweep: written row by row, locked against a second sweep, repaired after a crash.
 
-Rows are only ever appended while a sweep runs, each in one write that reaches the
-disk.  A row that replaces an earlier one of the same settings stands below it until
-the file is closed, when it is written anew with the last row of each.
+While a sweep runs, rows are only appended, each in one synced write.  A row that
+replaces an earlier one of the same settings stands below it until the file is
+closed, when it is rewritten with the last row of each.
 """
 
 import contextlib
 import csv
 import io
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-# What a row is of.
+from jaxmem.errors import JaxmemWarning, warn
+
+# What identifies a row.
 KEY = ("target", "policy", "batch", "accum", "settings")
 NUMBERS = (
     "required_bytes",
@@ -54,7 +55,7 @@ Key = tuple[str, ...]
 
 
 class Rows:
-    """An open CSV file, the only one of its path; a context manager.
+    """An open CSV file, locked; a context manager.
 
     Attributes:
       path: where it is.
@@ -64,8 +65,8 @@ class Rows:
     def __init__(self, path: Path) -> None:
         """
         Raises:
-          OSError: it cannot be opened or written, or another sweep holds it.
-          ValueError: it has other columns, or is no text.
+          OSError: it cannot be opened or written, or another sweep has locked it.
+          ValueError: it has other columns, or is not text.
         """
         self.path = path
         self.by_key: dict[Key, Row] = {}
@@ -79,14 +80,14 @@ class Rows:
 
     def _read(self) -> None:
         data = self._file.read()
-        # A writer that was killed in mid-row leaves a line without its end.
+        # A writer killed in mid-row leaves a line without a line end.
         whole = data[: data.rfind(b"\n") + 1]
         text = _decoded(whole, self.path)
         lines = list(csv.reader(io.StringIO(text)))
         if lines and tuple(lines[0]) != COLUMNS:
             raise ValueError(_other_columns(self.path, lines[0]))
         if not lines and data and not ",".join(COLUMNS).encode().startswith(data):
-            raise ValueError(f"{self.path} is not empty and is no CSV of a sweep; choose another")
+            raise ValueError(f"{self.path} is not empty and not the CSV of a sweep; choose another")
         if len(whole) < len(data):
             self._file.truncate(len(whole))
         self._file.seek(0, os.SEEK_END)
@@ -96,12 +97,12 @@ class Rows:
             if len(cells) != len(COLUMNS):
                 raise ValueError(
                     f"{self.path}, line {number}: {len(cells)} cells instead of {len(COLUMNS)}; "
-                    "mend or delete that line"
+                    "correct or delete that line"
                 )
             self._remember(dict(zip(COLUMNS, cells, strict=True)))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one row, to the disk; None becomes an empty cell."""
+        """Write one row and sync it to disk; None becomes an empty cell."""
         texts = {column: _cell(row.get(column)) for column in COLUMNS}
         self._write(tuple(texts.values()))
         self._remember(texts)
@@ -117,13 +118,13 @@ class Rows:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file, replaced rows gone from it."""
+        """Close the file, without the rows that were replaced."""
         try:
             if self._rewrite:
-                beside = self.path.with_name(f".{self.path.name}.new")
+                replacement = self.path.with_name(f".{self.path.name}.new")
                 rows = [COLUMNS, *(tuple(row.values()) for row in self.by_key.values())]
-                beside.write_bytes(b"".join(map(_line, rows)))
-                os.replace(beside, self.path)
+                replacement.write_bytes(b"".join(map(_line, rows)))
+                os.replace(replacement, self.path)
         finally:
             self._file.close()
 
@@ -140,7 +141,7 @@ class Rows:
 
 
 def key_of(row: dict[str, Any]) -> Key:
-    """What a row is of, as text."""
+    """The columns that identify a row, as text."""
     return tuple(_cell(row.get(column)) for column in KEY)
 
 
@@ -168,7 +169,7 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
-    # A row is one line, so that a torn one can be told.
+    # A row is one line, so that an incomplete one is recognised.
     return " ".join(str(value).split()) if isinstance(value, str) else str(value)
 
 
@@ -182,7 +183,7 @@ def _decoded(data: bytes, path: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text in UTF-8, so no CSV of a sweep") from None
+        raise ValueError(f"{path} is not UTF-8 text, so not the CSV of a sweep") from None
 
 
 def _other_columns(path: Path, found: list[str]) -> str:
@@ -199,38 +200,27 @@ def _other_columns(path: Path, found: list[str]) -> str:
 
 
 def _locked(path: Path) -> BinaryIO:
+    from filelock import lock_descriptor  # not loaded for a table alone
+
     while True:
         file = open(path, "a+b")  # noqa: SIM115  held open for the whole sweep
         try:
-            _lock(file)
-        except OSError:
+            mine = lock_descriptor(file.fileno(), blocking=False)
+        except OSError as error:  # not every file system of a cluster has locks
+            words = f"{path} cannot be locked ({error.strerror}): run one sweep at a time"
+            warn(words, JaxmemWarning)
+            mine = True
+        if not mine:
             file.close()
-            raise OSError(
-                f"another sweep is writing {path}; wait for it or choose another --out"
-            ) from None
+            raise OSError(f"another sweep is writing {path}; wait for it or choose another --out")
         file.seek(0)
-        # The one who held it may have put a new file in its place just now.
+        # The previous holder of the lock may just have replaced the file.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
         file.close()
 
 
-if sys.platform == "win32":
-    import msvcrt
-
-    def _lock(file: BinaryIO) -> None:
-        # A byte far beyond the end, so that others can still read the file.
-        file.seek(2**30)
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-
-else:
-    import fcntl
-
-    def _lock(file: BinaryIO) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def lines_of(rows: dict[Key, Row], keys: list[Key]) -> Iterator[Row]:
-    """The rows of these keys that are there, in their order."""
+    """The existing rows of these keys, in the order of the keys."""
     return (rows[key] for key in keys if key in rows)

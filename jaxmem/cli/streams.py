@@ -1,6 +1,7 @@
-"""Standard output for results alone: JSON stays JSON, whatever a job or a compiler prints."""
+"""Standard output is for results only: JSON stays valid, whatever a job or a compiler prints."""
 
 import contextlib
+import json
 import os
 import sys
 import warnings
@@ -12,9 +13,9 @@ import click
 
 @contextlib.contextmanager
 def results_only() -> Iterator[None]:
-    """While open, what Python or native code prints goes to standard error, warnings in one line.
+    """Redirect what Python or native code prints to standard error, each warning in one line.
 
-    Results are printed after it is closed.
+    Print results after the context is closed.
     """
     sys.stdout.flush()
     real = _is_real(sys.stdout)
@@ -33,13 +34,35 @@ def results_only() -> Iterator[None]:
             os.close(saved)
 
 
+class Document:
+    """The JSON on standard output of one run of the command: one document, whatever fails."""
+
+    def __init__(self) -> None:
+        self._written = False
+
+    def write(self, data: Any) -> None:
+        """Print `data`, unless a document was printed; later errors go to standard error only."""
+        if self._written:
+            return
+        self._written = True
+        click.echo(json.dumps(data))
+        if _is_real(sys.stdout):  # a job may print when the process ends
+            sys.stdout.flush()
+            os.dup2(2, 1)
+
+
+def emit_json(data: Any) -> None:
+    """Print a result as JSON."""
+    click.get_current_context().ensure_object(Document).write(data)
+
+
 def say(text: str) -> None:
-    """A word on standard error, about what goes on or where something was written."""
+    """Print a message on standard error: progress, or where a file was written."""
     click.echo(text, err=True)
 
 
 def emit(renderable: Any) -> None:
-    """A result for people: drawn by rich in a terminal, plain when piped."""
+    """Print a result for people: with rich in a terminal, as plain text when piped."""
     if sys.stdout.isatty():
         from rich.console import Console
 

@@ -1,12 +1,11 @@
 """`jaxmem sweep`: policies × batch sizes × accumulation × targets, one row each.
 
-A row is skipped when the file has it already, of the very same program (what is
-traced and lowered, not the source text) under the same versions.  So a sweep that
-was stopped goes on, and one of a changed model is compiled again.
+A row is skipped if the file already has it for the same program (as traced and
+lowered, not its source text) and the same versions.  So an interrupted sweep
+resumes, and one of a changed model is compiled anew.
 """
 
 import itertools
-import json
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from jaxmem.cli.options import (
     set_option,
     timeout_option,
 )
-from jaxmem.cli.streams import results_only, say
+from jaxmem.cli.streams import emit_json, results_only, say
 from jaxmem.jobs.parse import PolicyText
 
 _Picture = click.Path(dir_okay=False, path_type=Path)
@@ -39,7 +38,7 @@ _Picture = click.Path(dir_okay=False, path_type=Path)
     show_default=True,
     metavar="NAMES",
     shell_complete=complete_targets,
-    help="Accelerators, with commas between them.",
+    help="Comma-separated accelerators, as jaxmem targets lists them.",
 )
 @click.option(
     "--policies",
@@ -48,20 +47,22 @@ _Picture = click.Path(dir_okay=False, path_type=Path)
     show_default=True,
     metavar="NAMES",
     shell_complete=complete_policies,
-    help="For the decorated stacks, as in none,sqrt,revolve:slots=4; own is what the job does.",
+    help="For the decorated code, as in none,sqrt,revolve:slots=4; own is what the job does.",
 )
-@click.option("--batch", type=Names(), metavar="NUMBERS", help="For the job's keyword batch.")
-@click.option("--accum", type=Names(), metavar="NUMBERS", help="For the job's keyword accum.")
+@click.option("--batch", type=Names(), metavar="NUMBERS", help="Values of the job's keyword batch.")
+@click.option("--accum", type=Names(), metavar="NUMBERS", help="Values of the job's keyword accum.")
 @set_option
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
     metavar="FILE",
-    help="The CSV to write, or to go on with.",
+    help="The CSV to write or to resume.",
 )
-@click.option("--heatmap", type=_Picture, metavar="FILE", help="Draw policy × batch: what fits.")
-@click.option("--plot", type=_Picture, metavar="FILE", help="Draw memory against recompute.")
+@click.option(
+    "--heatmap", type=_Picture, metavar="FILE", help="Draw which policies fit at which batch sizes."
+)
+@click.option("--plot", type=_Picture, metavar="FILE", help="Draw memory against recomputation.")
 @json_option
 @timeout_option
 @cache_option
@@ -79,10 +80,10 @@ def sweep(
     timeout: float,
     no_cache: bool,
 ) -> int:
-    """Compile JOB under every combination, into a CSV.
+    """Compile JOB under every combination of the options and write a CSV.
 
-    Run it again to go on where it was stopped; rows that failed are tried again.
-    Exit code: 0 every row is there, 1 one failed or another error.
+    Run it again to resume after an interruption; failed rows are retried.
+    Exit code: 0 all rows are complete, 1 a row failed, or another error.
     """
     from jaxmem.cli.combinations import Combination, check_targets, combinations
     from jaxmem.cli.drawing import draw_heatmaps, draw_plots
@@ -100,12 +101,12 @@ def sweep(
             try:
                 _fill(rows, wanted, targets, options)
             except KeyboardInterrupt:
-                say(f"stopped; the same command goes on with {out}")
+                say(f"stopped; the same command resumes {out}")
                 raise
             keys = [one.key(target) for target, one in itertools.product(targets, wanted)]
             found = [values_of(row) for row in lines_of(rows.by_key, keys)]
     if as_json:
-        click.echo(json.dumps(found))
+        emit_json(found)
     else:
         click.echo(_table(found))
     if heatmap is not None:
@@ -123,7 +124,7 @@ def _fill(rows: Any, wanted: list[Any], targets: tuple[str, ...], options: dict[
 
     undecorated = False
     with (
-        # Only in a terminal: in a log each step of the bar would be a line of its own.
+        # Only in a terminal: in a log each step of the bar would be a new line.
         tqdm(total=len(wanted) * len(targets), unit="row", disable=None) as bar,
         compiling(len(targets)) as threads,
     ):
@@ -146,12 +147,12 @@ _SHOWN = 5
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
+    from jaxmem._util.text import columns, size
     from jaxmem.cli.rows import KEY
     from jaxmem.show.words import seconds, signed_share
-    from jaxmem.text import columns, size
 
     head = ("target", "policy", "batch", "accum", "needs", "of", "fits", "recompute", "at least")
-    # A column that says nothing is not shown.
+    # Empty columns are not shown.
     shown = [k for k, name in enumerate(head) if k not in (2, 3) or any(r[name] for r in rows)]
 
     def line(row: dict[str, Any]) -> list[str]:

@@ -1,11 +1,11 @@
-"""`jaxmem targets`: the accelerators known by name, and what is missing to compile for them."""
+"""`jaxmem targets`: the known accelerators, and what must be installed to compile for them."""
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxmem.cli.options import json_option
+from jaxmem.cli.streams import emit_json
 
 if TYPE_CHECKING:
     from jaxmem.targets import Target
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def targets(files: tuple[str, ...], as_json: bool) -> None:
     """List the accelerators that reports can be compiled for.
 
-    With files, those that they describe.
+    With files, list the accelerators that they describe.
     """
     from jaxmem import targets as known
 
@@ -27,7 +27,7 @@ def targets(files: tuple[str, ...], as_json: bool) -> None:
         else known.catalog()
     )
     if as_json:
-        click.echo(json.dumps([{**_facts(name, row)} for name, row in rows.items()]))
+        emit_json([_facts(name, row) for name, row in rows.items()])
     else:
         click.echo(_table(rows))
 
@@ -47,10 +47,10 @@ def _facts(name: str, row: "Target") -> dict[str, Any]:
 
 
 def _table(rows: "dict[str, Target]") -> str:
-    from jaxmem.text import columns, size
+    from jaxmem._util.text import columns, size
 
     head = ("name", "device", "memory", "bandwidth", "bf16 peak", "source", "to compile")
-    # What is missing is long, and the same for many rows: below the table, once.
+    # What is missing is long and common to many rows: state it once, below the table.
     reasons: list[str] = []
     lines: list[tuple[str, ...]] = [head]
     for name, row in rows.items():

@@ -1,4 +1,6 @@
-"""`jaxmem verify`: the prediction against the allocator of an attached GPU or TPU."""
+"""`jaxmem verify`: compare the prediction with the allocator's peak on an attached GPU or TPU."""
+
+import json
 
 import click
 
@@ -8,7 +10,7 @@ from jaxmem.cli.options import (
     json_option,
     set_option,
 )
-from jaxmem.cli.streams import emit, results_only
+from jaxmem.cli.streams import emit, emit_json, results_only
 
 
 @click.command()
@@ -26,7 +28,7 @@ from jaxmem.cli.streams import emit, results_only
     default="own",
     metavar="NAME",
     shell_complete=complete_policies,
-    help="For the decorated stacks instead of their own.",
+    help="A policy in place of those in the code.",
 )
 @set_option
 @click.option(
@@ -35,7 +37,7 @@ from jaxmem.cli.streams import emit, results_only
     default=0.05,
     show_default=True,
     metavar="FRACTION",
-    help="How far off a prediction may be.",
+    help="Largest relative error of the prediction.",
 )
 @click.option(
     "--timeout",
@@ -43,7 +45,7 @@ from jaxmem.cli.streams import emit, results_only
     default=1800.0,
     show_default=True,
     metavar="SECONDS",
-    help="Stop what takes longer, compiling included.",
+    help="Stop after this time, compilation included.",
 )
 @json_option
 def verify(
@@ -63,11 +65,11 @@ def verify(
     from jaxmem.cli.building import once
     from jaxmem.jobs.verify import verify as run
 
-    # The job is not loaded here: this process must not take hold of the accelerator.
+    # The job is not loaded here: this process must not initialise the accelerator.
     with results_only():
         found = run(where, once(settings), steps=steps, policy=policy, timeout=timeout)
     if as_json:
-        click.echo(found.to_json())
+        emit_json(json.loads(found.to_json()))
     else:
         emit(found)
     return 2 if abs(found.error) > tolerance else 0

@@ -1,4 +1,4 @@
-"""Files that a command will write, looked at before it does anything that takes time."""
+"""Check the files that a command will write, before it does anything that takes time."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,10 @@ _PICTURES = ("plot", "heatmap")
 
 
 def check_files(**files: Path | None) -> None:
-    """Refuse before anything is compiled what could not be written afterwards.
+    """Raise before compilation if a file could not be written after it.
 
     Args:
-      **files: by the names of their options, of which `plot` and `heatmap` are for pictures.
+      **files: by the names of their options; `plot` and `heatmap` are pictures.
     """
     for option, file in files.items():
         if file is None:
@@ -24,7 +24,7 @@ def check_files(**files: Path | None) -> None:
         if file.is_dir():
             raise click.UsageError(f"--{option} {file}: this is a folder; name a file")
         if not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise click.UsageError(f"--{option} {file}: nothing can be written to {file.parent}")
+            raise click.UsageError(f"--{option} {file}: {file.parent} is not writable")
 
 
 def _check_picture(file: Path) -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import jax
 
-from jaxmem import _jax, tracing
-from jaxmem.fitting.holes import Hole, stack_hole, straight_hole
+from jaxmem import _jax
+from jaxmem.errors import NoEffectWarning, warn
+from jaxmem.estimate.roofline import Roofline
+from jaxmem.fitting.regions import Region, stack_region, unrolled_region
 from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, uses
-from jaxmem.layer import Layer
 from jaxmem.policies import ByLayer
-from jaxmem.roofline import Roofline
-from jaxmem.straight import Code
+from jaxmem.trace import context
+from jaxmem.trace.layer import Layer, NoReverseMode
+from jaxmem.unrolled import Code
 
 # ---------------------------------------------------------------- types
 
@@ -24,21 +26,21 @@ _Key = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Collector(ByLayer):
-    """The policy of every decorated region while its step is looked at: notes the holes.
+    """The policy of every decorated region while its step is looked at: notes the regions.
 
     Each region is traced in a scope of its own, by which it is found again in the whole step.
     """
 
     roofline: Roofline
     offload: bool
-    holes: dict[_Key, Hole] = dataclasses.field(default_factory=dict, init=False)
+    regions: dict[_Key, Region] = dataclasses.field(default_factory=dict, init=False)
     # What is in each scope, and the layers of each stack, by what of it is differentiated.
     _regions: dict[str, _Key] = dataclasses.field(default_factory=dict, init=False)
     _layers: dict[Any, set[_Key]] = dataclasses.field(default_factory=dict, init=False)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def count(self, closed: Any) -> None:
-        """Tell each hole where the step runs it, and how often.
+        """Tell each region where the step runs it, and how often.
 
         Args:
           closed: the step, as it was traced.
@@ -53,15 +55,17 @@ class Collector(ByLayer):
             if any(key in found for key in layers)
             for key in layers
         }
-        for key, hole in self.holes.items():
+        for key, region in self.regions.items():
             # What was differentiated while the step was traced, and is not found, may yet be there.
-            hole.uses = found.get(key, NOWHERE if key in superseded else ONCE)
+            region.uses = found.get(key, NOWHERE if key in superseded else ONCE)
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""
+        if not layer.has_reverse_mode:
+            return  # forward mode keeps nothing, and has nothing to plan
         key = _key(stack, layer)
-        if key not in self.holes:
-            self.holes[key] = stack_hole(stack, layer, self.roofline, self.offload)
+        if key not in self.regions:
+            self.regions[key] = stack_region(stack, layer, self.roofline, self.offload)
         self._layers.setdefault(stack, set()).add(key)
 
     def as_it_stands(self, stack: Any, layer: Layer) -> contextlib.AbstractContextManager[Any]:
@@ -70,11 +74,11 @@ class Collector(ByLayer):
             self._regions[scope] = key
         return jax.named_scope(scope)
 
-    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
+    def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """Note code without a stack; it runs as it stands."""
         scope = self._new_scope()
         self._note(Code(closed), label, scope)
-        with tracing.inside_layer(), jax.named_scope(scope):
+        with context.inside_layer(), jax.named_scope(scope):
             return _jax.evaluate(closed, args)
 
     def __str__(self) -> str:
@@ -86,8 +90,18 @@ class Collector(ByLayer):
         if not len(code):
             return  # nothing is computed, and nothing kept
         key = code.digest, len(code)
-        if key not in self.holes:
-            self.holes[key] = straight_hole(code, label, self.roofline, self.offload)
+        if key not in self.regions:
+            try:
+                region = unrolled_region(code, label, self.roofline, self.offload)
+            except NoReverseMode as error:
+                why = str(error).split(". ")[0]
+                warn(
+                    f"{label} is not planned and keeps everything, as part of it has no reverse "
+                    f"mode in jax: {why}",
+                    NoEffectWarning,
+                )
+                return
+            self.regions[key] = region
         self._regions[scope] = key
 
     def _new_scope(self) -> str:

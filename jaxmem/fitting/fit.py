@@ -1,9 +1,9 @@
 """`fit`: the least recomputation with which a whole step fits a memory budget.
 
-The step is traced once to see what can be planned.  Solvers turn that into a ladder of
-plans, from everything kept down to the least memory that any plan needs; the ladder does
+The step is traced once to see what can be planned.  Solvers turn that into a Pareto front of
+plans, from everything kept down to the least memory that any plan needs; the front does
 not depend on the budget.  Then the compiler of the target is asked for the real bytes of a
-few rungs, and the fastest one that fits is the answer, with the compiled program's report as
+few candidates, and the fastest one that fits is the answer, with the compiled program's report as
 its certificate.
 """
 
@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem import targets
+from jaxmem._util.text import parse_size, size
 from jaxmem.errors import BudgetError, JaxmemWarning, check_flags, check_positive, warn
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.question import Question, rematerialised
 from jaxmem.fitting.shortfall import shortfall
 from jaxmem.fitting.step_problem import Cost, look
-from jaxmem.report import MemoryReport
+from jaxmem.report.report import MemoryReport
 from jaxmem.solve.search import search
-from jaxmem.text import parse_size, size
 
 
 def fit(
@@ -42,9 +42,9 @@ def fit(
 
     All regions under a decorator of jaxmem are planned (`jaxmem.remat_auto`, or any other,
     whose policy then holds only where no plan does): which values of each layer are kept,
-    which are computed again, how stacks are cut.  The budget is for the whole device, and
+    which are recomputed, how stacks are cut.  The budget is for the whole device, and
     kept if the compiled program's `required_bytes` is within it.  The larger the budget, the
-    less is computed again.  Regions that compute the same (one block, called again and again) have
+    less is recomputed.  Regions that compute the same (one block, called again and again) have
     the same plan: decorate what calls them to have each planned by itself.  In code without a scan
     max-poolings are reversed, on GPUs, by kernels that need less than XLA's own: to the same
     numbers.
@@ -61,7 +61,7 @@ def fit(
         "measured" on the attached device, or "flops" of matrix products alone.
       max_compiles: how often the step may be compiled; where fewer do not suffice to see the next
         faster plan fail, the answer may be slower than need be, and `.explain()` says so.
-      compiler_options: handed to the compiler.
+      compiler_options: passed to the compiler.
       timeout: seconds after which one compile for a named target is stopped.
       cache: whether to read and write compiled figures on disk (for named targets).
       progress: whether to say on stderr what each compile came to.
@@ -107,24 +107,24 @@ def fit(
         problem = look(ask, allow_offload, cost)
         say.planned(max_compiles, f"budget {size(budget)}")
 
-        def compiled(rung: int) -> int:
-            reports[rung] = problem.report(ask, rung)
-            needed = reports[rung].required_bytes
+        def compiled(candidate: int) -> int:
+            reports[candidate] = problem.report(ask, candidate)
+            needed = reports[candidate].required_bytes
             verdict = "fits" if needed <= budget else f"{size(needed - budget)} too much"
-            if needed <= budget and rematerialised(reports[rung]):
+            if needed <= budget and rematerialised(reports[candidate]):
                 verdict = "fits, as the compiler itself computes more of it again"
                 needed = budget + 1  # as it was asked for it is too large
             say(
-                f"fit: plan {rung + 1} of {len(problem.rungs)} needs {size(needed)} "
-                f"(foretold {size(problem.predicted[rung])}): {verdict}"
+                f"fit: plan {candidate + 1} of {len(problem.front)} needs {size(needed)} "
+                f"(predicted {size(problem.predicted[candidate])}): {verdict}"
             )
             return needed
 
         found = search(problem.predicted, budget, compiled, max_compiles)
-    seen = {rung: reports[rung].required_bytes for rung in found.seen}
-    best = _best(found.rung, reports, budget)
+    seen = {candidate: reports[candidate].required_bytes for candidate in found.seen}
+    best = _best(found.candidate, reports, budget)
     if best is None:
-        least = min(seen, key=lambda rung: seen[rung])
+        least = min(seen, key=lambda candidate: seen[candidate])
         text = shortfall(reports[least], budget, problem, least, ask, allow_offload)
         raise BudgetError(text, budget, seen[least], reports[least])
     if reports[best].fits is False:
@@ -149,11 +149,13 @@ def fit(
 
 
 def _best(found: int | None, reports: dict[int, MemoryReport], budget: int) -> int | None:
-    """The rung that was found, or one that fits thanks to the compiler, if that does less work."""
+    """The candidate found, or one that fits thanks to the compiler, if that has fewer FLOPs."""
     others = [
-        rung
-        for rung, report in reports.items()
+        candidate
+        for candidate, report in reports.items()
         if report.required_bytes <= budget and rematerialised(report)
     ]
     known = others if found is None else [found, *others]
-    return min(known, key=lambda rung: (reports[rung].matmul_flops or 0, rung), default=None)
+    return min(
+        known, key=lambda candidate: (reports[candidate].matmul_flops or 0, candidate), default=None
+    )

@@ -5,21 +5,21 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from jaxmem.fitting.fates import ValueFate
-from jaxmem.fitting.holes import Hole, StackHole
+from jaxmem._util.text import change, columns, duration, size
+from jaxmem.fitting.decisions import ValueDecision
+from jaxmem.fitting.regions import Region, StackRegion
 from jaxmem.fitting.step_plan import StepPlan, following
-from jaxmem.report import MemoryReport
+from jaxmem.report.report import MemoryReport
 from jaxmem.solve.stacks import Candidate
-from jaxmem.text import change, columns, duration, size
 
 # ---------------------------------------------------------------- types
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planned:
-    """A hole with the candidate that was taken for it."""
+    """A region with the candidate that was taken for it."""
 
-    hole: Hole
+    region: Region
     candidate: Candidate
 
 
@@ -28,16 +28,16 @@ class Explanation:
     """Why a plan looks as it does; `print` it for tables.
 
     Attributes:
-      rows: the fate of each value that counts, stack by stack.
-      predicted_bytes: foretold by the solver, moved by what other plans of the step compiled to;
+      rows: the decision of each value that counts, stack by stack.
+      predicted_bytes: predicted by the solver, moved by what other plans of the step compiled to;
         if no other was, before any compiler had spoken.
       compiled_bytes: what the compiler says.
-      extra_seconds: what is computed again or moved costs so much, by the roofline.
+      extra_seconds: what is recomputed or moved costs so much, by the roofline.
       gap: by how much, relative to `extra_seconds`, a layer's choice could still be better.
       closed: whether the next faster plan was compiled and seen not to fit.
     """
 
-    rows: tuple[ValueFate, ...]
+    rows: tuple[ValueDecision, ...]
     predicted_bytes: int
     compiled_bytes: int
     extra_seconds: float
@@ -117,17 +117,17 @@ class Fitted:
 
     def explain(self) -> Explanation:
         """What becomes of each value, in the user's names and lines, and how good the plan is."""
-        planned = [p for p in self._planned if p.hole.uses.times]
-        rows = [p.hole.fates(p.candidate) for p in planned]
-        gap = max((p.hole.gap(p.candidate) for p in planned), default=0.0)
+        planned = [p for p in self._planned if p.region.uses.times]
+        rows = [p.region.decisions(p.candidate) for p in planned]
+        gap = max((p.region.gap(p.candidate) for p in planned), default=0.0)
         return Explanation(
             heads=tuple(
-                (p.hole.where, _head(p), len(own)) for p, own in zip(planned, rows, strict=True)
+                (p.region.where, _head(p), len(own)) for p, own in zip(planned, rows, strict=True)
             ),
             rows=tuple(itertools.chain.from_iterable(rows)),
             predicted_bytes=self._predicted,
             compiled_bytes=self.report.required_bytes,
-            extra_seconds=sum(p.hole.uses.times * p.candidate.seconds for p in planned),
+            extra_seconds=sum(p.region.uses.times * p.candidate.seconds for p in planned),
             gap=gap,
             closed=self._closed,
         )
@@ -141,33 +141,33 @@ class Fitted:
 
 # ---------------------------------------------------------------- implementation
 
-# Less than this share of what is computed again, or of the largest value, is not listed.
+# Less than this share of what is recomputed, or of the largest value, is not listed.
 _CHEAP = 0.01
 
 
 def _head(planned: Planned) -> str:
-    plan = planned.hole.plan(planned.candidate).plan
+    plan = planned.region.plan(planned.candidate).plan
     text = str(plan).split("\n", 1)[0]
-    times = planned.hole.uses.times
+    times = planned.region.uses.times
     if times == 1:
         return f"  {text}"
-    if isinstance(planned.hole, StackHole):
+    if isinstance(planned.region, StackRegion):
         return f"  {text}; {times} such stacks"
     if not planned.candidate.seconds:
         return f"  {text}, each of {times} times"
-    what = "the function with the scan" if planned.hole.uses.turns else "what calls it"
+    what = "the function with the scan" if planned.region.uses.turns else "what calls it"
     return f"  {text}, each of {times} times; to plan each by itself, decorate {what}"
 
 
-def _lines(rows: list[ValueFate]) -> list[str]:
+def _lines(rows: list[ValueDecision]) -> list[str]:
     """A table of rows that count, and in a line what the others come to, run by run."""
-    whole = sum(row.seconds for row in rows if row.fate == "computed again") or 1.0
+    whole = sum(row.seconds for row in rows if row.decision == "recompute") or 1.0
     most = max((row.bytes for row in rows), default=0)
     cells, rest = [], []
     for row in rows:
         cheap = (
             row.seconds < _CHEAP * whole
-            if row.fate == "computed again"
+            if row.decision == "recompute"
             else (row.bytes < _CHEAP * most)
         )
         if cheap:
@@ -176,7 +176,7 @@ def _lines(rows: list[ValueFate]) -> list[str]:
         cells.append(
             [
                 f"{row.layers} ×",
-                row.fate,
+                row.decision,
                 size(row.bytes),
                 duration(row.seconds),
                 row.shape,
@@ -185,10 +185,10 @@ def _lines(rows: list[ValueFate]) -> list[str]:
             ]
         )
     text = [columns(cells, right=[0, 2, 3], indent="    ")] if cells else []
-    if again := [row for row in rest if row.fate == "computed again"]:
+    if again := [row for row in rest if row.decision == "recompute"]:
         seconds = sum(row.layers * row.seconds for row in again)
-        text.append(f"    and {len(again)} cheap values computed again, {duration(seconds)} in all")
-    if small := [row for row in rest if row.fate != "computed again"]:
+        text.append(f"    and {len(again)} cheap values recomputed, {duration(seconds)} in all")
+    if small := [row for row in rest if row.decision != "recompute"]:
         total = sum(row.layers * row.bytes for row in small)
         text.append(f"    and {len(small)} small values kept, {size(total)} in all")
     return text

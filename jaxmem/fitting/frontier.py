@@ -1,7 +1,7 @@
 """`frontier`: what memory costs in recomputation, for one step, proved by the compiler.
 
-The ladder of plans that `fit` searches is compiled at a few rungs spread evenly over its
-range, by factors of bytes.  A ladder goes by predictions, so that a plan may turn out to be
+The Pareto front of plans that `fit` searches is compiled at a few candidates spread evenly over its
+range, by factors of bytes.  A front goes by predictions, so that a plan may turn out to be
 worse in truth than its neighbour: such points are kept, and marked.
 """
 
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmem import targets
+from jaxmem._util.files import write_whole
+from jaxmem._util.shown import picture
+from jaxmem._util.text import change, columns, duration, size
 from jaxmem.errors import check_flags, check_positive
-from jaxmem.files import write_whole
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.question import Question, rematerialised
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.fitting.step_problem import Cost, look
-from jaxmem.report import MemoryReport
-from jaxmem.text import change, columns, duration, size
+from jaxmem.report.report import MemoryReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,9 +37,9 @@ class FrontierPoint:
     """One plan of a step, compiled.
 
     Attributes:
-      predicted_bytes: required bytes as foretold before this plan was compiled, from what those
+      predicted_bytes: required bytes as predicted before this plan was compiled, from what those
         compiled before it came to.
-      extra_seconds: what is computed again or moved costs so much, by the roofline.
+      extra_seconds: what is recomputed or moved costs so much, by the roofline.
       pareto: whether no other point needs neither more bytes nor more seconds, and less of one.
       plan: for `jaxmem.use_plan`.
       report: of the compiled program.
@@ -62,7 +63,7 @@ class FrontierPoint:
 
     @property
     def matmul_flops(self) -> int | None:
-        """Matrix work of the compiled program, None where its text is not to be had."""
+        """Matmul FLOPs of the compiled program, None where its text is not to be had."""
         return self.report.matmul_flops
 
     @property
@@ -115,12 +116,19 @@ class Frontier:
           ImportError: matplotlib is not installed; says what to type.
           ValueError: the file is neither PNG nor SVG.
         """
-        from jaxmem.show.frontier import plot_frontier
-
-        return plot_frontier(self, path, **options)
+        return picture(self, "plot", path, options)
 
     def __str__(self) -> str:
-        head = ("required", "temporaries", "foretold", "off", "recompute", "extra time", "fits", "")
+        head = (
+            "required",
+            "temporaries",
+            "predicted",
+            "off",
+            "recompute",
+            "extra time",
+            "fits",
+            "",
+        )
         lines = [list(head), *(_cells(point) for point in self.points)]
         parts = [
             f"Memory against recomputation on {self.target}: {len(self.points)} plans, compiled",
@@ -176,7 +184,7 @@ def frontier(
       static_argnums: as for `jax.jit`.
       allow_offload: whether values may be sent to host memory.
       cost: as for `jaxmem.fit`.
-      compiler_options: handed to the compiler.
+      compiler_options: passed to the compiler.
       timeout: seconds after which one compile for a named target is stopped.
       cache: whether to read and write compiled figures on disk (for named targets).
       progress: whether to say on stderr what each compile came to.
@@ -209,34 +217,36 @@ def frontier(
         step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
     )
     reports: dict[int, MemoryReport] = {}
-    foretold: dict[int, int] = {}
+    predicted: dict[int, int] = {}
     with Progress(progress, points) as say:
         problem = look(ask, allow_offload, cost)
         chosen = spread(problem.predicted, points)
         say.planned(len(chosen), "frontier")
-        for number, rung in enumerate(_ends_first(chosen), 1):
+        for number, candidate in enumerate(_ends_first(chosen), 1):
             seen = {other: report.required_bytes for other, report in reports.items()}
-            foretold[rung] = problem.prediction(rung, seen)
-            reports[rung] = problem.report(ask, rung)
-            say(
-                f"frontier: {number} of {len(chosen)} needs {size(reports[rung].required_bytes)} "
-                f"(foretold {size(foretold[rung])})"
-            )
+            predicted[candidate] = problem.prediction(candidate, seen)
+            reports[candidate] = problem.report(ask, candidate)
+            needs = size(reports[candidate].required_bytes)
+            expected = size(predicted[candidate])
+            say(f"frontier: {number} of {len(chosen)} needs {needs} (predicted {expected})")
     # Where the compiler computes more again by itself, the plan's seconds are not the program's.
     costs = [
-        (report.required_bytes, math.inf if rematerialised(report) else problem.rungs[rung].seconds)
-        for rung, report in ((rung, reports[rung]) for rung in chosen)
+        (
+            report.required_bytes,
+            math.inf if rematerialised(report) else problem.front[candidate].seconds,
+        )
+        for candidate, report in ((candidate, reports[candidate]) for candidate in chosen)
     ]
     return Frontier(
         tuple(
             FrontierPoint(
-                predicted_bytes=foretold[rung],
-                extra_seconds=problem.rungs[rung].seconds,
+                predicted_bytes=predicted[candidate],
+                extra_seconds=problem.front[candidate].seconds,
                 pareto=not any(_beats(other, mine) for other in costs),
-                plan=problem.plan(rung),
-                report=reports[rung],
+                plan=problem.plan(candidate),
+                report=reports[candidate],
             )
-            for rung, mine in zip(chosen, costs, strict=True)
+            for candidate, mine in zip(chosen, costs, strict=True)
         )
     )
 
@@ -268,7 +278,7 @@ def spread(sizes: Sequence[int], points: int) -> list[int]:
 
 
 def _ends_first(chosen: Sequence[int]) -> list[int]:
-    """The ends, then the middle of the widest gap, and so on: what comes later is foretold best."""
+    """The ends, then the middle of the widest gap, and so on: later ones are predicted best."""
     order = [0, len(chosen) - 1] if len(chosen) > 1 else [0]
     while len(order) < len(chosen):
         done = sorted(order)

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem import targets
+from jaxmem.compile.program import Program
 from jaxmem.fitting.step_plan import StepPlan, following
-from jaxmem.memory import memory_report
-from jaxmem.program import Program
-from jaxmem.report import MemoryReport
+from jaxmem.report.memory import memory_report
+from jaxmem.report.report import MemoryReport
 
 
 def rematerialised(report: MemoryReport) -> bool:
-    """Whether the compiler itself computes again, more than it was asked to: it lacks memory."""
+    """Whether the compiler itself recomputes, more than it was asked to: it lacks memory."""
     return any(lint.kind == "compiler-remat" for lint in report.lints)
 
 

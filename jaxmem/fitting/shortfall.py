@@ -6,25 +6,25 @@ from typing import Any
 
 import jax
 
-from jaxmem.fitting.holes import StraightHole
-from jaxmem.report import MemoryReport
-from jaxmem.text import size
+from jaxmem._util.text import size
+from jaxmem.fitting.regions import UnrolledRegion
+from jaxmem.report.report import MemoryReport
 
 
 def shortfall(
-    report: MemoryReport, budget: int, problem: Any, rung: int, ask: Any, offload: bool
+    report: MemoryReport, budget: int, problem: Any, candidate: int, ask: Any, offload: bool
 ) -> str:
     """The message of a `BudgetError`.
 
     Args:
       report: of the least that was compiled.
-      problem: the `Problem` that was solved, `rung` that least plan of it.
+      problem: the `Problem` that was solved, `candidate` that least plan of it.
       ask: the `Question`.
       offload: whether the host was allowed.
     """
     fixed = report.argument_bytes + report.output_bytes - report.alias_bytes
-    gradients, kept = _gradients(problem), problem.rungs[rung].kept_bytes // problem.devices
-    working = max(problem.rungs[rung].bytes // problem.devices - kept, 0)
+    gradients, kept = _gradients(problem), problem.front[candidate].kept_bytes // problem.devices
+    working = max(problem.front[candidate].bytes // problem.devices - kept, 0)
     rest = report.temp_bytes - kept - working - gradients
     lines = [
         f"no plan brings the step within {size(budget)}: the least that was reached is "
@@ -43,7 +43,7 @@ def shortfall(
         + (f", {size(rest)} elsewhere" if rest > 0.2 * report.temp_bytes else "")
     )
     lines.append("What would help:")
-    code = [hole for hole in problem.holes if isinstance(hole, StraightHole)]
+    code = [region for region in problem.regions if isinstance(region, UnrolledRegion)]
     hints = _hints(report, budget, fixed, ask, offload, code)
     return "\n".join([*lines, *(f"  - {hint}" for hint in hints)])
 
@@ -52,7 +52,12 @@ def shortfall(
 
 
 def _hints(
-    report: MemoryReport, budget: int, fixed: int, ask: Any, offload: bool, code: list[StraightHole]
+    report: MemoryReport,
+    budget: int,
+    fixed: int,
+    ask: Any,
+    offload: bool,
+    code: list[UnrolledRegion],
 ) -> list[str]:
     hints = []
     own = report.output_bytes - report.alias_bytes
@@ -80,22 +85,22 @@ def _hints(
             "state (bfloat16, adafactor), or more devices that share them"
         )
     hints += [
-        f"decorate the function with the scan that {hole.where} is a layer of: now all its turns "
+        f"decorate the function with the scan that {region.where} is a layer of: now all its turns "
         "have the same plan, and the scan is not cut"
-        if hole.uses.turns
-        else f"decorate what calls {hole.where} in its place: now its {hole.uses.times} calls have "
-        "the same plan, and cannot be cut into segments"
-        for hole in code
-        if hole.uses.times > 1
+        if region.uses.turns
+        else f"decorate what calls {region.where} in its place: now its "
+        f"{region.uses.times} calls have the same plan, and cannot be cut into segments"
+        for region in code
+        if region.uses.times > 1
     ]
-    alone = [hole for hole in code if hole.uses.times == 1]
+    alone = [region for region in code if region.uses.times == 1]
     if len(alone) > 1:
         hints.append(
             f"decorate what calls {alone[0].where} and the others in their place: now each of "
             f"{len(alone)} pieces of code is planned by itself, and what one hands to the next is "
             "held"
         )
-    if report.platform == "cpu" and not all(hole.uses.turns for hole in code):
+    if report.platform == "cpu" and not all(region.uses.turns for region in code):
         hints.append(
             "name an accelerator as the target: of code outside of scans the cpu compiler finds "
             "again what it has computed before, so that no plan saves anything there"
@@ -115,7 +120,7 @@ def _largest(report: MemoryReport) -> str:
 
 def _gradients(problem: Any) -> int:
     """Bytes of the gradients of what the stacks read layer by layer."""
-    each = (hole.param_bytes * hole.uses.times for hole in problem.holes)
+    each = (region.param_bytes * region.uses.times for region in problem.regions)
     return sum(each) // problem.devices
 
 

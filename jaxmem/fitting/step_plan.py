@@ -1,4 +1,4 @@
-"""The plan of a whole step: for each layer stack and each straight piece of code, what it keeps.
+"""The plan of a whole step: for each layer stack and each piece of unrolled code, what it keeps.
 
 A `StepPlan` is plain data, as the plans of its stacks are.  A stack is known in it by a
 digest of its layer, so that a plan applies wherever that layer runs, and nowhere else.
@@ -11,12 +11,13 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxmem import straight, tracing
-from jaxmem.files import Saved
-from jaxmem.plan import Plan
+from jaxmem import _jax, unrolled
+from jaxmem._util.files import Saved
+from jaxmem._util.records import from_data, parsed, to_data
+from jaxmem.plans.plan import Plan
 from jaxmem.policies import ByLayer
-from jaxmem.records import from_data, parsed, to_data
-from jaxmem.straight import Code, StraightPlan
+from jaxmem.trace import context
+from jaxmem.unrolled import Code, UnrolledPlan
 
 # 2: by digests of layers that have the roles of inputs and results in them.
 _VERSION = 2
@@ -25,7 +26,7 @@ _VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class HolePlan:
+class RegionPlan:
     """The plan of one decorated region of a step.
 
     Attributes:
@@ -38,7 +39,7 @@ class HolePlan:
     layer: str
     inputs: tuple[str, ...]
     where: str
-    plan: Plan | StraightPlan
+    plan: Plan | UnrolledPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class StepPlan(Saved):
     """What `jaxmem.fit` found: plans for the decorated regions of one step.
 
     Attributes:
-      holes: in the order in which the step differentiates them.
+      regions: in the order in which the step differentiates them.
       target: the accelerator that it was made for.
       versions: of what traced it: the same code can be traced to another layer by another jax.
 
@@ -55,21 +56,21 @@ class StepPlan(Saved):
     True
     """
 
-    holes: tuple[HolePlan, ...] = ()
+    regions: tuple[RegionPlan, ...] = ()
     target: str = ""
     versions: tuple[tuple[str, str], ...] = ()
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        data = to_data(dataclasses.replace(self, holes=()))
-        holes = [
+        data = to_data(dataclasses.replace(self, regions=()))
+        regions = [
             {
-                **to_data(dataclasses.replace(hole, plan=None)),
-                "plan": json.loads(hole.plan.to_json()),
+                **to_data(dataclasses.replace(region, plan=None)),
+                "plan": json.loads(region.plan.to_json()),
             }  # pyright: ignore[reportArgumentType]
-            for hole in self.holes
+            for region in self.regions
         ]
-        return json.dumps({"jaxmem_step_plan": _VERSION, **data, "holes": holes}, indent=1)
+        return json.dumps({"jaxmem_step_plan": _VERSION, **data, "regions": regions}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "StepPlan":
@@ -90,21 +91,21 @@ class StepPlan(Saved):
                     else "; is this a plan that jaxmem.fit saved?"
                 )
             )
-        holes = data.pop("holes", None)
-        if not isinstance(holes, list):
-            raise ValueError("bad step plan: holes: expected a list")
+        regions = data.pop("regions", None)
+        if not isinstance(regions, list):
+            raise ValueError("bad step plan: regions: expected a list")
         try:
-            found = tuple(_hole(hole, f"holes[{k}]") for k, hole in enumerate(holes))
+            found = tuple(_region(region, f"regions[{k}]") for k, region in enumerate(regions))
             versions = _versions(data.pop("versions", []))
-            bare = from_data(cls, {**data, "holes": [], "versions": []})
-            return dataclasses.replace(bare, holes=found, versions=versions)
+            bare = from_data(cls, {**data, "regions": [], "versions": []})
+            return dataclasses.replace(bare, regions=found, versions=versions)
         except (TypeError, ValueError) as error:
             raise ValueError(f"bad step plan: {error}") from None
 
     def __str__(self) -> str:
-        if not self.holes:
+        if not self.regions:
             return "Plan of a step: nothing in it is planned"
-        return "\n".join(f"{hole.where}\n{hole.plan}" for hole in self.holes)
+        return "\n".join(f"{region.where}\n{region.plan}" for region in self.regions)
 
 
 @contextlib.contextmanager
@@ -143,12 +144,12 @@ def use_plan(plan: StepPlan | str | os.PathLike[str]) -> Iterator[None]:
         plan = StepPlan.load(plan)
     with following(plan):
         yield
-    tracing.warn_unmet(Filled(plan), "use_plan")
+    context.warn_unmet(Filled(plan), "use_plan")
 
 
 def following(plan: StepPlan) -> contextlib.AbstractContextManager[None]:
     """`use_plan` for callers that see for themselves whether there is anything to plan."""
-    return tracing.instead(Filled(plan))
+    return context.instead(Filled(plan))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,24 +165,29 @@ class Filled(ByLayer):
           ValueError: there is none; says what differs.
         """
         length = stack.form.length
-        for hole in self.plan.holes:
-            plan = hole.plan
-            if hole.layer == layer.digest and isinstance(plan, Plan) and plan.length == length:
+        for region in self.plan.regions:
+            plan = region.plan
+            if region.layer == layer.digest and isinstance(plan, Plan) and plan.length == length:
                 return plan
+        if not layer.has_reverse_mode:
+            return Plan.none(length)  # as there is none for it
         what = stack.called
         raise ValueError(_difference(self.plan, what, length, input_types(layer)))
 
-    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
+    def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """The results of code without a stack, under its plan.
 
         Raises:
           ValueError: there is none; says what differs.
         """
         code = Code(closed)
-        for hole in self.plan.holes:
-            if hole.layer == code.digest and isinstance(hole.plan, StraightPlan):
-                with tracing.inside_layer():
-                    return straight.run(code, hole.plan, args)
+        for region in self.plan.regions:
+            if region.layer == code.digest and isinstance(region.plan, UnrolledPlan):
+                with context.inside_layer():
+                    return unrolled.run(code, region.plan, args)
+        if not code.has_reverse_mode:  # as there is no plan for it
+            with context.inside_layer():
+                return _jax.evaluate(closed, args)
         types = tuple(aval.str_short() for aval in closed.in_avals)
         raise ValueError(_difference(self.plan, label, len(code), types))
 
@@ -206,17 +212,17 @@ def _versions(data: Any) -> tuple[tuple[str, str], ...]:
     return tuple((name, version) for name, version in pairs)
 
 
-def _hole(data: Any, where: str) -> HolePlan:
+def _region(data: Any, where: str) -> RegionPlan:
     if not isinstance(data, dict) or not isinstance(data.get("plan"), dict):
         raise ValueError(f"{where}: expected an object with a plan")
     try:
-        if "straight" in data["plan"]:
-            plan = StraightPlan.from_data(data["plan"]["straight"])
+        if "unrolled" in data["plan"]:
+            plan = UnrolledPlan.from_data(data["plan"]["unrolled"])
         else:
             plan = Plan.from_json(json.dumps(data["plan"]))
     except ValueError as error:
         raise ValueError(f"{where}.plan: {error}") from None
-    names = [field.name for field in dataclasses.fields(HolePlan) if field.name != "plan"]
+    names = [field.name for field in dataclasses.fields(RegionPlan) if field.name != "plan"]
     for key in data:
         if key not in (*names, "plan"):
             raise ValueError(f"{where}.{key}: unknown key")
@@ -224,21 +230,24 @@ def _hole(data: Any, where: str) -> HolePlan:
     texts = [data.get("layer"), data.get("where"), *(inputs if isinstance(inputs, list) else ())]
     if not isinstance(inputs, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where}: expected inputs (a list of texts), layer and where (texts)")
-    return HolePlan(data["layer"], tuple(inputs), data["where"], plan)
+    return RegionPlan(data["layer"], tuple(inputs), data["where"], plan)
 
 
 def _difference(plan: StepPlan, what: str, length: int, inputs: tuple[str, ...]) -> str:
     what = f"{what} is not in the plan"
-    if not plan.holes:
+    if not plan.regions:
         return f"{what}, which is empty; fit this step anew"
 
-    def distance(hole: HolePlan) -> int:
-        same = sum(a == b for a, b in zip(hole.inputs, inputs, strict=False))
+    def distance(region: RegionPlan) -> int:
+        same = sum(a == b for a, b in zip(region.inputs, inputs, strict=False))
         return (
-            abs(len(hole.inputs) - len(inputs)) + len(inputs) - same + (hole.plan.length != length)
+            abs(len(region.inputs) - len(inputs))
+            + len(inputs)
+            - same
+            + (region.plan.length != length)
         )
 
-    near = min(plan.holes, key=distance)
+    near = min(plan.regions, key=distance)
     parts = []
     if near.plan.length != length:
         what_of = "layers" if isinstance(near.plan, Plan) else "operations"

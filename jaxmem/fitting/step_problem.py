@@ -1,26 +1,27 @@
-"""What of a step can be planned, and the ladder of its plans; no compiler is asked."""
+"""What of a step can be planned, and the Pareto front of its plans; no compiler is asked."""
 
 import dataclasses
 from typing import Literal, get_args
 
 import jax
 
-from jaxmem import targets, tracing
-from jaxmem.advice import where_to_decorate
+from jaxmem import targets
+from jaxmem.compile.program import Program
 from jaxmem.errors import NoStackWarning, OffloadWarning, warn
+from jaxmem.estimate.measured import Measured
+from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.collector import Collector
 from jaxmem.fitting.fitted import Planned
-from jaxmem.fitting.holes import Hole, StraightHole
 from jaxmem.fitting.question import Question
+from jaxmem.fitting.regions import Region, UnrolledRegion
 from jaxmem.fitting.step_plan import StepPlan
-from jaxmem.layer import nbytes
-from jaxmem.measured import Measured
-from jaxmem.program import Program
-from jaxmem.report import MemoryReport
-from jaxmem.roofline import Roofline
+from jaxmem.report.advice import where_to_decorate
+from jaxmem.report.report import MemoryReport
 from jaxmem.solve.search import expected
 from jaxmem.solve.stacks import Candidate
-from jaxmem.solve.together import Rung, ladder, together
+from jaxmem.solve.steps import StepCandidate, pareto_front, thinned_front
+from jaxmem.trace import context
+from jaxmem.trace.layer import nbytes
 
 Cost = Literal["roofline", "flops", "measured"]
 
@@ -29,58 +30,60 @@ Cost = Literal["roofline", "flops", "measured"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepProblem:
-    """What of a step can be planned, and the ladder of its plans.
+    """What of a step can be planned, and the Pareto front of its plans.
 
     Attributes:
       program: the step as traced, everything kept.
-      holes: its decorated stacks, in order.
-      candidates: of each hole, for one of the stacks that it is.
-      rungs: plans of the step, fastest first.
+      regions: its decorated stacks, in order.
+      candidates: of each region, for one of the stacks that it is.
+      front: plans of the step, fastest first.
       others: about what the step needs besides.
       devices: over how many devices its arrays are spread.
     """
 
     program: Program
-    holes: tuple[Hole, ...]
+    regions: tuple[Region, ...]
     candidates: tuple[tuple[Candidate, ...], ...]
-    rungs: tuple[Rung, ...]
+    front: tuple[StepCandidate, ...]
     others: int
     devices: int
     target: str
 
     @property
     def predicted(self) -> list[int]:
-        """Bytes of each rung, before any compiler has spoken."""
-        return [self.others + rung.bytes // self.devices for rung in self.rungs]
+        """Bytes of each candidate, before any compiler has spoken."""
+        return [self.others + candidate.bytes // self.devices for candidate in self.front]
 
-    def plan(self, rung: int) -> StepPlan:
-        from jaxmem import __version__
+    def plan(self, candidate: int) -> StepPlan:
+        from jaxmem._util.version import __version__
 
-        holes = tuple(planned.hole.plan(planned.candidate) for planned in self.planned(rung))
+        regions = tuple(
+            planned.region.plan(planned.candidate) for planned in self.planned(candidate)
+        )
         versions = (("jaxmem", __version__), ("jax", jax.__version__))
-        return StepPlan(holes, self.target, versions)
+        return StepPlan(regions, self.target, versions)
 
-    def planned(self, rung: int) -> tuple[Planned, ...]:
-        picks = self.rungs[rung].picks
+    def planned(self, candidate: int) -> tuple[Planned, ...]:
+        picks = self.front[candidate].picks
         return tuple(
-            Planned(hole, own[pick])
-            for hole, own, pick in zip(self.holes, self.candidates, picks, strict=True)
+            Planned(region, own[pick])
+            for region, own, pick in zip(self.regions, self.candidates, picks, strict=True)
         )
 
-    def report(self, ask: Question, rung: int) -> MemoryReport:
-        return ask.report(self.plan(rung))
+    def report(self, ask: Question, candidate: int) -> MemoryReport:
+        return ask.report(self.plan(candidate))
 
-    def prediction(self, rung: int, seen: dict[int, int]) -> int:
-        """Bytes foretold for a rung, given what the others that were compiled came to."""
-        others = {other: size for other, size in seen.items() if other != rung}
-        return expected(rung, self.predicted, others)
+    def prediction(self, candidate: int, seen: dict[int, int]) -> int:
+        """Bytes predicted for a candidate, given what the others that were compiled came to."""
+        others = {other: size for other, size in seen.items() if other != candidate}
+        return expected(candidate, self.predicted, others)
 
 
 # ---------------------------------------------------------------- API
 
 
 def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
-    """Trace a step and solve for the ladder of its plans."""
+    """Trace a step and solve for the Pareto front of its plans."""
     if cost not in get_args(Cost):
         raise ValueError(f"cost must be one of {', '.join(get_args(Cost))}, got {cost!r}")
     if cost == "measured" and ask.accelerator is not None:
@@ -97,32 +100,36 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
         )
         allow_offload = False
     collector = Collector(roofline_of(ask.accelerator, cost), allow_offload)
-    with tracing.instead(collector):
+    with context.instead(collector):
         program = ask.program()
     collector.count(program.jaxpr)
-    holes = tuple(collector.holes.values())
-    for hole in holes:
-        if isinstance(hole, StraightHole) and hole.uses.turns:
+    regions = tuple(collector.regions.values())
+    for region in regions:
+        if isinstance(region, UnrolledRegion) and region.uses.turns:
             warn(
-                f"{hole.where} is one layer of a scan of {hole.uses.turns}: all of them get the "
-                "same plan, and the scan is not cut.  Decorate the function with the scan, or scan "
-                "the layer with jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan",
+                f"{region.where} is one layer of a scan of {region.uses.turns}: all of them "
+                "get the same plan, and the scan is not cut.  Decorate the function with the scan, "
+                "or scan the layer with jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan",
                 NoStackWarning,
             )
-    if not holes:
+    if not regions:
         raise ValueError(_nothing_to_plan(program))
-    fixed, gradients = _others(program, sum(hole.param_bytes * hole.uses.times for hole in holes))
-    several = sum(hole.uses.times for hole in holes) > 1
-    candidates = tuple(hole.candidates(several, min(gradients, hole.param_bytes)) for hole in holes)
+    fixed, gradients = _others(
+        program, sum(region.param_bytes * region.uses.times for region in regions)
+    )
+    several = sum(region.uses.times for region in regions) > 1
+    candidates = tuple(
+        region.candidates(several, min(gradients, region.param_bytes)) for region in regions
+    )
     options = [
-        [_several(candidate, hole) for candidate in own]
-        for hole, own in zip(holes, candidates, strict=True)
+        [_several(candidate, region) for candidate in own]
+        for region, own in zip(regions, candidates, strict=True)
     ]
-    # Of several regions of one hole the copies are made one after the other.
-    others = fixed + gradients + sum(hole.param_copies for hole in holes)
-    rungs = ladder(together(options), others)
+    # Of regions that compute the same the copies are made one after the other.
+    others = fixed + gradients + sum(region.param_copies for region in regions)
+    front = thinned_front(pareto_front(options), others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
-    return StepProblem(program, holes, candidates, rungs, others, _devices(ask), name)
+    return StepProblem(program, regions, candidates, front, others, _devices(ask), name)
 
 
 # ---------------------------------------------------------------- implementation
@@ -146,12 +153,12 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     )
 
 
-def _several(candidate: Candidate, hole: Hole) -> Candidate:
+def _several(candidate: Candidate, region: Region) -> Candidate:
     """A candidate for all regions that share it, one after the other, on all devices."""
-    uses, shards = hole.uses, hole.shards
+    uses, shards = region.uses, region.shards
     return Candidate(
-        bytes=shards * (candidate.bytes + uses.others * candidate.kept_bytes) if uses.alive else 0,
-        kept_bytes=shards * uses.alive * candidate.kept_bytes,
+        bytes=shards * (candidate.bytes + uses.others * candidate.kept_bytes) if uses.live else 0,
+        kept_bytes=shards * uses.live * candidate.kept_bytes,
         seconds=uses.times * candidate.seconds,
     )
 

@@ -2,7 +2,7 @@
 
 A region is known in the whole step by the name scope that it was traced in.  What is traced once
 may be called several times, by scans and by calls of jitted functions; what is evaluated and not
-differentiated holds nothing, and neither does what `jax.checkpoint` computes again, but then.
+differentiated holds nothing, and neither does what `jax.checkpoint` recomputes, but then.
 """
 
 import collections
@@ -24,14 +24,14 @@ class Uses:
 
     Attributes:
       times: how often they are reversed; where a gradient is taken in each turn of a scan, in one.
-      alive: of how many what they keep is there at once.
+      live: of how many what they keep is there at once.
       copies: how often it is there besides: what one turn of a scan keeps, before it is stacked.
       turns: how many times one after the other scans around one run it; 0 where there are none.
       stacked: whether a scan stacks what they keep.
     """
 
     times: int = 1
-    alive: int = 1
+    live: int = 1
     copies: int = 0
     turns: int = 0
     stacked: bool = False
@@ -39,10 +39,10 @@ class Uses:
     @property
     def others(self) -> int:
         """How often what they keep is there besides that of the one that is reversed."""
-        return self.alive + self.copies - 1
+        return self.live + self.copies - 1
 
 
-ONCE, NOWHERE = Uses(), Uses(times=0, alive=0)
+ONCE, NOWHERE = Uses(), Uses(times=0, live=0)
 
 # ---------------------------------------------------------------- API
 
@@ -57,7 +57,7 @@ def uses(closed: Any, regions: Mapping[str, Hashable]) -> dict[Hashable, Uses]:
       regions: what stands in the scope of each name; equal where it is alike.
     """
     return {
-        region: Uses(seen.times, seen.alive, seen.peak - seen.alive, seen.turns, seen.stacked)
+        region: Uses(seen.times, seen.live, seen.peak - seen.live, seen.turns, seen.stacked)
         for region, seen in _seen(closed.jaxpr, regions, None).items()
     }
 
@@ -73,13 +73,13 @@ class _Seen:
     """Of regions that are alike, what was seen of them, from the end of a program to its start.
 
     Attributes:
-      times, alive, turns, stacked: see `Uses`; `peak` is `alive` with the copies.
+      times, live, turns, stacked: see `Uses`; `peak` is `live` with the copies.
       reversed: there at the start of what was seen, to be reversed in it.
       made: the other way round: there at its end, and made in it.
     """
 
     times: int = 0
-    alive: int = 0
+    live: int = 0
     peak: int = 0
     reversed: int = 0
     made: int = 0
@@ -88,7 +88,7 @@ class _Seen:
 
     def add(self, earlier: "_Seen") -> None:
         """Go on with what stands before it."""
-        self.alive = max(self.alive, self.reversed + earlier.alive)
+        self.live = max(self.live, self.reversed + earlier.live)
         self.peak = max(self.peak, self.reversed + earlier.peak)
         matched = min(self.reversed, earlier.made)
         self.reversed += earlier.reversed - matched
@@ -107,7 +107,7 @@ class _Seen:
         """It is one turn of a scan that is itself there, or back."""
         stacked = self.reversed * length
         if self.reversed:  # all turns stacked, and one by itself
-            self.alive, self.peak, self.stacked = stacked, stacked + self.peak, True
+            self.live, self.peak, self.stacked = stacked, stacked + self.peak, True
         self.reversed, self.made = stacked, self.made * length
         self.turns = length * max(self.turns, 1) if self.times else 0
         self.times *= length
@@ -148,7 +148,7 @@ def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: _Way) -> dict[Hashab
 
 
 def _one(way: _Way) -> _Seen:
-    return _Seen(made=1) if way == "there" else _Seen(times=1, alive=1, peak=1, reversed=1)
+    return _Seen(made=1) if way == "there" else _Seen(times=1, live=1, peak=1, reversed=1)
 
 
 def _way(stack: str, way: _Way) -> _Way:

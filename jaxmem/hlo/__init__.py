@@ -1,7 +1,7 @@
-"""What a compiler's texts say of a program: its memory, named, and its matrix work.
+"""Analysis of a compiler's texts of a program: its memory, by named values, and its matmul FLOPs.
 
-Pure Python, with no jax: `text` reads optimized HLO, `buffers` the compiler's
-dump, and `analysis` puts them together.
+Pure Python, without jax: `text` reads optimized HLO, `buffers` the compiler's
+dump, and `analysis` combines them.
 """
 
 from jaxmem.hlo.analysis import Analysis as Analysis

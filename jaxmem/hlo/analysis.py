@@ -1,8 +1,8 @@
-"""What the texts of a compiled program say of its memory and of its matrix work.
+"""The memory and matmul FLOPs of a compiled program, from the compiler's texts.
 
-Three texts go in: the optimized HLO, the buffer assignment and the live ranges.
-What comes out is small, plain and JSON-able, so that reports can be kept on disk.
-No jax is needed here, and no device.
+The inputs are three texts: the optimized HLO, the buffer assignment and the live
+ranges.  The result is small, plain and JSON-able, so that reports can be cached on
+disk.  Neither jax nor a device is needed.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jaxmem._util.records import from_data, to_data
 from jaxmem.hlo import naming
 from jaxmem.hlo import text as hlo
 from jaxmem.hlo.buffers import (
@@ -26,35 +27,34 @@ from jaxmem.hlo.flops import matmul_flops
 from jaxmem.hlo.liveness import live_bytes, thinned
 from jaxmem.hlo.loops import trip_count
 from jaxmem.hlo.peak import rows
-from jaxmem.records import from_data, to_data
 
 # ---------------------------------------------------------------- types
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What was found; all bytes are those of one device.
+    """The result; all bytes are per device.
 
     Attributes:
-      buffers: what is alive at the peak of device memory, and in on-chip and in host memory
-        at the peaks of these; largest first.
-      small_bytes: those in device memory that are not listed: below 1 KiB, and tables of pointers.
-      timeline: live bytes in device memory.
-      live_peak_bytes: their highest; the listed buffers on the device and `small_bytes` sum to it.
-      space_bytes: what is allocated on the "device", "on-chip" and on the "host".
-      parameter_bytes: what is allocated for each argument, by its number.
-      constant_bytes: of it on the device for arrays that the program has in itself.  A compiler
-        for CPU or GPU leaves them out of its own sums, and one for TPU counts them as code.
-      heap_bytes: the device memory in which temporaries find their places.
-      fragmentation_bytes: how much of that is never in use at one time.
-      matmul_flops: of matrix products and convolutions, loops times their trip counts.
-      recomputed_matmul_flops: those of it that `jax.checkpoint` asked to do again.
-      unknown_loops: loops with such work whose trip count is not visible; counted once.
-      xla_remat_instructions: what the compiler itself decided to compute again.
-      xla_remat_bytes: bytes of their results.
-      custom_call_targets: names of libraries' and kernels' functions, sorted.
-      padding_bytes: of the buffers in device memory at the peak.
-      has_convolution: whether there are convolutions with a window, which on a GPU are cuDNN's.
+      buffers: what is live at the peak of device memory, and in on-chip and host memory
+        at the peaks of those; largest first.
+        small_bytes: live in device memory but not listed: below 1 KiB, and tables of pointers.
+        timeline: live bytes in device memory.
+        live_peak_bytes: their maximum; listed device buffers and `small_bytes` sum to it.
+        space_bytes: what is allocated on the "device", "on-chip" and on the "host".
+        parameter_bytes: what is allocated for each argument, by its number.
+        constant_bytes: device memory of arrays that are constants of the program.  Compilers
+        for CPU and GPU omit them from their sums, and that for TPU counts them as code.
+        heap_bytes: the device memory shared by temporaries.
+        fragmentation_bytes: how much of the heap is not in use even at its fullest.
+        matmul_flops: of matrix products and convolutions, loops times their trip counts.
+        recomputed_matmul_flops: those among them that `jax.checkpoint` recomputes.
+        unknown_loops: loops with matmul FLOPs and no known trip count; counted once.
+        xla_remat_instructions: instructions that the compiler itself decided to recompute.
+        xla_remat_bytes: bytes of their results.
+        custom_call_targets: names of libraries' and kernels' functions, sorted.
+        padding_bytes: of the buffers in device memory at the peak.
+        has_convolution: whether there are convolutions with a window, for which a GPU uses cuDNN.
     """
 
     buffers: tuple[Buffer, ...]
@@ -76,15 +76,15 @@ class Analysis:
     has_convolution: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """As what `json` writes."""
+        """As plain data for `json`."""
         return to_data(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> "Analysis":
-        """What `to_dict` gave.
+        """The analysis that `to_dict` wrote.
 
         Raises:
-          ValueError: it is not of that form; says where.
+          ValueError: it is not of that form; the message says where.
         """
         return from_data(cls, data)
 
@@ -93,7 +93,7 @@ class Analysis:
 
 
 def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
-    """Read what a compiler says of a program.
+    """Analyse a compiled program.
 
     Args:
       hlo_text: optimized HLO, `compiled.as_text()`.
@@ -101,7 +101,7 @@ def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
       live_range: the "…-live-range.txt".
 
     Raises:
-      ValueError: a text is not what it should be; says which.
+      ValueError: a text is not of the expected form; the message says which.
     """
     module = hlo.parse(hlo_text)
     found = [a for a in allocations(assignment) if not a.thread_local]
@@ -116,15 +116,15 @@ def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
     on_device = [a for a in found if place(a.color, module.tiled) == "device"]
     points = live_bytes(on_device, order)
     peak_step, peak = _highest(points)
-    heap = sum(a.size for a in on_device if not a.lasting)
-    fixed = sum(a.size for a in on_device if a.lasting)
+    heap = sum(a.size for a in on_device if not a.persistent)
+    fixed = sum(a.size for a in on_device if a.persistent)
     buffers = rows(module, on_device, order, peak_step)
     for elsewhere in ("on-chip", "host"):
         there = [a for a in found if place(a.color, module.tiled) == elsewhere]
         buffers += rows(module, there, order, _highest(live_bytes(there, order))[0])
     listed = [b for b in buffers if b.place == "device"]
     flops, recomputed, unknown = matmul_flops(module)
-    remade = _made_again(module, order)
+    rematerialised = _rematerialised(module, order)
     return Analysis(
         buffers=tuple(sorted(buffers, key=lambda b: (-b.bytes, b.place, b.instruction))),
         small_bytes=peak - sum(b.bytes for b in listed),
@@ -138,8 +138,8 @@ def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
         matmul_flops=flops,
         recomputed_matmul_flops=recomputed,
         unknown_loops=unknown,
-        xla_remat_instructions=len(remade),
-        xla_remat_bytes=sum(i.shape.bytes for i in remade),
+        xla_remat_instructions=len(rematerialised),
+        xla_remat_bytes=sum(i.shape.bytes for i in rematerialised),
         custom_call_targets=_targets(module),
         padding_bytes=sum(b.padding_bytes for b in listed),
         has_convolution=_has_convolution(module),
@@ -150,7 +150,7 @@ def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
 
 
 def _highest(points: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Step and bytes of the peak, the first of equals."""
+    """Step and bytes of the peak, the first of several equal ones."""
     return max(points, key=lambda point: (point[1], -point[0]))
 
 
@@ -179,7 +179,7 @@ def _loops(module: hlo.Module, order: Schedule) -> tuple[Loop, ...]:
             continue
         parts = [module.body(loop, attribute) for attribute in ("condition", "body")]
         names = [i.name for part in parts if part for i in part.instructions]
-        # A loop within may stand before anything else of the body.
+        # An inner loop may precede everything else in the body.
         begins = [starts.get(n, position[n]) for n in names if n in position]
         starts[name] = min(begins, default=step)
         found.append(Loop(starts[name], step, trip_count(module, loop), _loop_name(module, loop)))
@@ -187,15 +187,15 @@ def _loops(module: hlo.Module, order: Schedule) -> tuple[Loop, ...]:
 
 
 def _loop_name(module: hlo.Module, loop: hlo.Instruction) -> str:
-    """Its scopes, or else the function that it is in; and its direction."""
+    """The loop's scopes, or else the function that it is in; and its direction."""
     function = re.search(r"\((.*)\)$", naming.source(module, loop))
     name = naming.scopes(loop.op_name) or (function[1] if function else "")
     _, _, direction = naming.operation(loop.op_name).partition(" ")
     return f"{name} {direction}".strip()
 
 
-def _made_again(module: hlo.Module, order: Schedule) -> list[hlo.Instruction]:
-    """What the compiler copied to compute it again; it says so in the names."""
+def _rematerialised(module: hlo.Module, order: Schedule) -> list[hlo.Instruction]:
+    """The instructions that the compiler duplicated to recompute them, known by their names."""
     made = (module.instructions.get(name) for name in order.order if ".remat" in name)
     return [i for i in made if i is not None and i.opcode not in _NO_WORK]
 

@@ -1,10 +1,10 @@
-"""Buffers of a compiled program, and its memory along the way, from the compiler's own dump.
+"""Buffers of a compiled program, and its memory along the schedule, from the compiler's dump.
 
 The compiler assigns each value a place in an allocation
-("…-buffer-assignment.txt") and keeps the order of instructions and the
-first and last of them that need a value ("…-live-range.txt").  Here are the
-types that reports hold, and the two texts as data; `liveness` makes a
-timeline of them, `analysis` puts names to it.
+("…-buffer-assignment.txt") and writes the order of instructions and the first
+and last of them at which a value is live ("…-live-range.txt").  This module has the
+types that reports hold, and the two texts as data; `liveness` computes a
+timeline from them, `analysis` adds names.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ Place = Literal["device", "on-chip", "host"]
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One piece of memory at the peak of its place; values that share it are one row.
+    """One piece of memory live at the peak of its memory space; values that share it are one row.
 
     Attributes:
       bytes: its size in memory, padding included.
       shape: of the value in it.
-      dtype: as the compiler says it, such as "bf16" or "pred".
-      name: the operation whose result it holds ("tanh", or "tanh (backward)"), for a
-        stack that a loop fills the one whose results are stacked; of an argument its name.
-      kind: what it is to the program.
+      dtype: in HLO's notation, such as "bf16" or "pred".
+      name: the operation whose result it holds ("tanh", or "tanh (backward)"); for a
+      stack that a loop fills, the one whose results are stacked; for an argument its name.
+      kind: its role in the program.
       place: "device" memory, "on-chip" memory of a TPU (VMEM), or "host" memory.
       instruction: the compiler's name of it.
       source: the user's line, as "file.py:12 (function)"; empty if unknown.
       module: scopes around the operation, such as "Encoder/Block_0"; may be empty.
-      parameter: number of the argument that it is, or is a copy of (or of a part); else None.
-      padding_bytes: how much of it holds no elements, because of tiles or alignment.
+      parameter: number of the argument that it is or (in part) copies; else None.
+      padding_bytes: bytes that hold no elements, because of tiling or alignment.
     """
 
     bytes: int
@@ -54,8 +54,8 @@ class Loop:
     """A loop in the schedule: its body is the steps from `start` to before `end`.
 
     Attributes:
-      start, end: positions in the schedule, where a body stands once.
-      trip_count: how often it runs, None if that cannot be seen.
+      start, end: positions in the schedule, which lists a body once.
+      trip_count: how often it runs, None if unknown.
       name: scopes and direction, such as "Encoder" or "Encoder (backward)"; may be empty.
     """
 
@@ -72,9 +72,9 @@ class Timeline:
     Attributes:
       steps: positions in the schedule, ascending, beginning with 0.
       bytes: what is live from each of them on.
-      loops: outer ones before those within.
-      peak_step: where the most is live, first of all such.
-      peak_instruction: what is done there.
+      loops: outer ones before inner ones.
+      peak_step: the first position at which most is live.
+      peak_instruction: the instruction there.
       length: number of positions in all.
     """
 
@@ -107,7 +107,7 @@ class Allocation:
     Attributes:
       color: the memory space; 0 is device memory.
       parameter: number of the argument that it is, else None.
-      lasting: whether it is there all the time: an argument, a result or a constant.
+      persistent: whether it lives for the whole program: an argument, a result or a constant.
     """
 
     number: int
@@ -120,15 +120,15 @@ class Allocation:
     values: tuple[Value, ...]
 
     @property
-    def lasting(self) -> bool:
+    def persistent(self) -> bool:
         return self.parameter is not None or self.constant or self.live_out
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The order of instructions, and the first and the last step at which each value is needed.
+    """The order of instructions, and the first and the last step at which each value is live.
 
-    The body of a loop stands in it once, before the loop.
+    The body of a loop is listed once, before the loop.
     """
 
     order: tuple[str, ...]
@@ -202,14 +202,14 @@ def schedule(text: str) -> Schedule:
 
 
 def place(color: int, tpu: bool) -> Place:
-    """Where a memory space is; all that a TPU has beside device and host memory is on the chip.
+    """The place of a memory space; on a TPU all except device and host memory are on the chip.
 
     >>> place(0, True), place(1, True), place(5, True), place(1, False)
     ('device', 'on-chip', 'host', 'device')
     """
     if color == _HOST:
         return "host"
-    # On a GPU colors tell apart pools of the same memory, such as that of collectives.
+    # On a GPU colors are pools of the same memory, such as that of collectives.
     return "on-chip" if tpu and color else "device"
 
 
@@ -233,7 +233,7 @@ def _index(text: str | None) -> tuple[int, ...]:
 
 def _allocation(head: re.Match[str], values: tuple[Value, ...]) -> Allocation:
     number, size, rest = head.groups()
-    # Between bars is a shape, which can be long.
+    # The text between bars is a shape, which can be long.
     before, _, shape = rest.partition("|")
     words = before + shape.rpartition("|")[2]
     color, parameter = _COLOR.search(before), _PARAMETER.search(before)

@@ -1,11 +1,11 @@
-"""Matrix work of a compiled program: what is left of it after all that the compiler did.
+"""Matmul FLOPs of a compiled program, after all optimizations of the compiler.
 
-Counted are matrix products and convolutions, wherever they ended up: in fusions, in
-loops (times their trip counts), in calls of a vendor's library, and as the
-convolutions that the TPU compiler makes of all products.  A multiply-add is two
-operations, of complex numbers eight.  Convolutions count the products of real inputs:
-none with padding, or with the holes of a dilation.  Of a conditional, the branch
-with the most work counts.  Not counted are kernels that the text says nothing about (Pallas).
+Matrix products and convolutions are counted in fusions, in loops (times their trip
+counts), in calls of a vendor's library, and as the convolutions into which the TPU
+compiler converts all products.  A multiply-add is two operations, of complex numbers
+eight.  Convolutions count products with real inputs only, not with padding or with the
+holes of a dilation.  A conditional counts as its most expensive branch.  Kernels that
+the text does not describe (Pallas) are not counted.
 """
 
 import functools
@@ -25,14 +25,14 @@ def matmul_flops(module: Module) -> tuple[int, int, int]:
     """Operations of matrix products and convolutions in one run of the program.
 
     Returns:
-      All of them; those that `jax.checkpoint` asked to do again; and how many loops
-      with such work have no visible trip count, so that they are counted once.
+      All of them; those that `jax.checkpoint` recomputes; and how many loops that
+      contain them have no known trip count, so that they are counted once.
     """
     known: dict[str, tuple[int, int, int]] = {}
 
     def of(name: str) -> tuple[int, int, int]:
         if name not in known:
-            known[name] = (0, 0, 0)  # nothing calls itself; a broken text is not to hang
+            known[name] = (0, 0, 0)  # HLO has no recursion; a broken text must not hang
             total = (0, 0, 0)
             for instruction in module.computations[name].instructions:
                 if instruction.opcode.removesuffix("-start") in _WORTH_A_LOOK:
@@ -43,7 +43,7 @@ def matmul_flops(module: Module) -> tuple[int, int, int]:
     def one(instruction: Instruction) -> tuple[int, int, int]:
         if direct := flops(module, instruction):
             return direct, direct if "rematted_computation" in instruction.op_name else 0, 0
-        # A module prints only what it has, but calls into others are none of ours.
+        # Computations of other modules are not in the text.
         called = [of(name) for name in instruction.all_called() if name in module.computations]
         if instruction.opcode == "conditional":
             return max(called, default=(0, 0, 0))
@@ -59,14 +59,14 @@ def matmul_flops(module: Module) -> tuple[int, int, int]:
 
 
 def flops(module: Module, instruction: Instruction) -> int:
-    """Operations of one instruction, 0 if it is neither a product nor a convolution itself."""
+    """Operations of one instruction, 0 if it is neither a product nor a convolution."""
     if instruction.opcode in ("dot", "scaled-dot", "ragged-dot"):
         left = _operand_shape(module, instruction, 0)
         contracted = _numbers(instruction.attributes, "lhs_contracting_dims")
         if instruction.opcode == "ragged-dot" and not set(
             _numbers(instruction.attributes, "lhs_ragged_dims")
         ).isdisjoint(contracted):
-            # One product for each group, of its part of the contracted dimension.
+            # One product per group, over the group's part of the contracted dimension.
             return _dot(_without_first(instruction.shape), left, contracted)
         return _dot(instruction.shape, left, contracted)
     if instruction.opcode == "convolution":
@@ -131,7 +131,7 @@ def _convolution(instruction: Instruction, image: Shape, kernel: Shape, out: Sha
         )
         taps *= _taps(image_at[d], kernel_at[d], out_at[d], stride, low, base, dilation)
     groups = int(_single(instruction.attributes, "batch_group_count"))
-    # The kernel's input features are those of one group already.
+    # The kernel's input features are already those of one group.
     products = kernel_at["i"] * kernel_at["o"] * (image_at["b"] // groups) * taps
     return 2 * _factor(out) * products
 
@@ -142,7 +142,7 @@ def _window(attributes: str) -> dict[str, list[int]]:
     found = {}
     for part in match[1].split() if match else ():
         key, _, values = part.partition("=")
-        # Padding is "low_high" in each dimension; how far it goes on follows from the result.
+        # Padding is "low_high" in each dimension; the high one follows from the result.
         found[key] = [int(value.split("_")[0]) for value in values.split("x")]
     return found
 
@@ -156,10 +156,10 @@ def _single(attributes: str, name: str, default: str = "1") -> str:
 def _taps(
     image: int, kernel: int, out: int, stride: int, low: int, base: int, dilation: int
 ) -> int:
-    """How many pairs of output and kernel positions meet a real input, in one dimension.
+    """How many pairs of output and kernel positions read a real input, in one dimension.
 
-    Output o and kernel position k meet at o·stride + k·dilation - low of an image whose
-    elements are `base` apart.  The longer of the two ranges is not walked along.
+    Output o and kernel position k read position o·stride + k·dilation - low of an image whose
+    elements are `base` apart.  Only the shorter of the two ranges is iterated over.
     """
     if kernel > out:
         kernel, out, stride, dilation = out, kernel, dilation, stride
@@ -192,14 +192,14 @@ def _library_call(module: Module, call: Instruction) -> int:
         contracted = [int(d) for d in numbers.get("lhs_contracting_dimensions", ())]
         return _dot(out, shapes[0], contracted) if contracted else 0
     if target.startswith("__cudnn$conv"):
-        # The window is that of the forward convolution, whichever of its parts is the result.
+        # The window is that of the forward convolution, also for a gradient.
         roles = {
             "__cudnn$convBackwardInput": (out, shapes[1], shapes[0]),
             "__cudnn$convBackwardFilter": (shapes[0], out, shapes[1]),
         }
         return _convolution(call, *roles.get(target, (shapes[0], shapes[1], out)))
     if target.startswith("__cudnn$fmha"):
-        # Scores, then values; backwards two gradients of each, and the scores once more.
+        # Scores, then values; in the backward pass two gradients of each, and the scores once more.
         numbers = _config(call, "intermediate_tensor_shape").get("dimensions", ())
         scores = math.prod(int(d) for d in numbers) if numbers else 0
         return (5 if "Backward" in target else 2) * 2 * scores * shapes[0].dims[-1]
@@ -207,13 +207,13 @@ def _library_call(module: Module, call: Instruction) -> int:
 
 
 def _config(call: Instruction, key: str) -> dict:
-    """A part of the call's `backend_config`, wherever in it that stands."""
+    """A part of the call's `backend_config`, at any depth."""
     start = call.attributes.find("backend_config=")
     if start < 0:
         return {}
     try:
         config, _ = json.JSONDecoder().raw_decode(call.attributes[start + len("backend_config=") :])
-    except json.JSONDecodeError:  # an opaque text: nothing is known of such a call
+    except json.JSONDecodeError:  # an opaque text: such a call is unknown
         return {}
     parts = [config]
     for part in parts:

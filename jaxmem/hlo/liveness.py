@@ -1,10 +1,10 @@
 """Live bytes along a compiled program.
 
-Arguments, results and constants are there all the time.  The rest lies in
-allocations that values share: what is live of them at a step is the union of the
-places of the values that are live then, since one value may be updated in place
-under several names.  (Area of a union of rectangles: Bentley's sweep over time
-with a tree over addresses.)
+Arguments, results and constants are live throughout.  The rest is in allocations
+that values share: the live bytes at a step are the union of the address ranges of
+the values live then, since one value may be updated in place under several names.
+(Area of a union of rectangles: Bentley's sweep over time with a segment tree over
+addresses.)
 """
 
 import bisect
@@ -16,11 +16,11 @@ from jaxmem.hlo.buffers import Allocation, Schedule, Value
 
 
 def live_bytes(allocations: Iterable[Allocation], schedule: Schedule) -> list[tuple[int, int]]:
-    """Bytes that are live in some allocations, as (step, bytes from there on), changes only."""
+    """Live bytes in these allocations, as (step, bytes from that step on), changes only."""
     fixed, base = 0, 0
     times: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for allocation in allocations:
-        if allocation.lasting:
+        if allocation.persistent:
             fixed += allocation.size
             continue
         for value in allocation.values:
@@ -48,7 +48,7 @@ def live_bytes(allocations: Iterable[Allocation], schedule: Schedule) -> list[tu
 
 
 def live_range(value: Value, schedule: Schedule) -> tuple[int, int]:
-    """First and last step at which a value is needed; all of them if that is not known."""
+    """First and last step at which a value is live; the whole schedule if unknown."""
     whole = (0, len(schedule.order))
     return schedule.ranges.get((value.name, value.index), whole)
 
@@ -56,7 +56,7 @@ def live_range(value: Value, schedule: Schedule) -> tuple[int, int]:
 def thinned(
     points: Sequence[tuple[int, int]], length: int, most: int = 2000
 ) -> list[tuple[int, int]]:
-    """At most so many of the points, among them the highest: that of each stretch of steps."""
+    """At most `most` points: the highest of each interval of steps."""
     if len(points) <= most:
         return list(points)
     kept: dict[int, tuple[int, int]] = {}
@@ -72,7 +72,7 @@ def thinned(
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of time, those that touch or overlap joined."""
+    """Time intervals, with adjacent and overlapping ones joined."""
     ranges.sort()
     joined = [ranges[0]]
     for start, end in ranges[1:]:
@@ -84,9 +84,9 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Covered:
-    """How much of a line is covered, while spans are laid on it and taken away again.
+    """The length of a line that is covered, while spans are added and removed.
 
-    A segment tree over the stretches between all edges: each node knows how many
+    A segment tree over the intervals between all edges: each node stores how many
     spans cover all of it, and how much of it is covered.
     """
 

@@ -1,8 +1,8 @@
-"""How often the loops of a compiled program run.
+"""Trip counts of the loops of a compiled program.
 
-Compilers for CPU and GPU note it at the loop.  The one for TPU does not, so there,
-and wherever the note is missing, the condition is read: a counter that starts from
-a constant, grows by a constant in each iteration, and is compared with a constant.
+Compilers for CPU and GPU annotate loops with them.  The one for TPU does not; there,
+and wherever the annotation is missing, the condition is read: a counter that starts
+from a constant, grows by a constant in each iteration, and is compared with a constant.
 """
 
 import json
@@ -17,7 +17,7 @@ _Linear = tuple[int | None, int]
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """How often a `while` runs its body, None if that cannot be seen."""
+    """The trip count of a `while`, None if it is unknown."""
     noted = re.search(r'"known_trip_count":\s*(\{[^}]*\})', loop.attributes)
     if noted:
         return int(json.loads(noted[1])["n"])
@@ -40,7 +40,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def entering(module: Module, loop: Instruction, element: int) -> int | None:
-    """The number that an element of a loop's tuple has at first, if it is a constant."""
+    """The initial value of an element of a loop's tuple, if it is a constant."""
     start = module.operand(loop)
     found = None if start is None else _linear(module, start, element, ())
     if found is None:
@@ -48,7 +48,7 @@ def entering(module: Module, loop: Instruction, element: int) -> int | None:
     outer_element, constant = found
     if outer_element is None:
         return constant
-    # It comes from the tuple of an outer loop: fine, if that loop leaves it as it is.
+    # From the tuple of an outer loop: constant, if that loop does not change it.
     for outer in module.callers.get(module.home[loop.name], ()):
         body = module.body(outer, "body") if outer.opcode == "while" else None
         if body is not None and _step(module, body, outer_element) == 0:
@@ -76,7 +76,7 @@ def _count(direction: str, gap: int, closing: int) -> int | None:
 def _over_iterations(
     module: Module, loop: Instruction, body: Computation, value: _Linear
 ) -> tuple[int, int] | None:
-    """What a value is in the first iteration, and by how much it grows in each."""
+    """The value in the first iteration, and its increment per iteration."""
     element, constant = value
     if element is None:
         return constant, 0
@@ -92,7 +92,7 @@ def _step(module: Module, body: Computation, element: int) -> int | None:
 def _comparison(
     module: Module, instruction: Instruction, callers: tuple[Instruction, ...]
 ) -> tuple[Instruction, tuple[Instruction, ...]] | None:
-    """The comparison that a condition comes down to, and through which calls."""
+    """The comparison that decides a condition, and the calls that lead to it."""
     while instruction.opcode != "compare":
         if instruction.opcode in _CALLS and (
             called := module.body(instruction, _attribute(instruction))

@@ -1,10 +1,10 @@
-"""What the values of a compiled program are to the person who wrote it.
+"""Names for the values of a compiled program, in terms of the user's code.
 
-A compiler's buffer is called "loop_dynamic_update_slice_fusion.4".  What a reader
-wants is "tanh, model.py:12 (body), in Encoder/Block_0": the operation whose result
-is in it.  For the stacks that loops fill that is the operation whose result is
-*written*, so the way there goes through updates in place, fusions, loop carries,
-conversions and copies, to the instruction that computed something.
+A compiler's buffer is called "loop_dynamic_update_slice_fusion.4".  A reader
+wants "tanh, model.py:12 (body), in Encoder/Block_0": the operation whose result
+it holds.  For the stacks that loops fill, that is the operation whose result is
+*written*, so a value is followed back through in-place updates, fusions, loop carries,
+conversions and copies to the instruction that computed it.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from jaxmem.hlo.values import Value, update_of, way
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a value is.
+    """The name and source of a value.
 
     Attributes:
       name: of the operation, such as "tanh"; of an argument, jax's name of it.
       source: the user's line, as "file.py:12 (function)"; empty if unknown.
       module: the scopes around it, such as "Encoder/Block_0"; empty if there are none.
       parameter: the number of the argument that it is, or is a copy of; else None.
-      rank: how telling this is: 3 for what a loop stacks up, 2 for a computed
-        value, 1 for an argument, 0 for room or zeros to be written over.
+      rank: how informative this is: 3 for values stacked by a loop, 2 for a computed
+        value, 1 for an argument, 0 for an uninitialised or zero buffer to be overwritten.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Origin:
 
 
 def origin(module: Module, name: str, index: tuple[int, ...] = ()) -> Origin:
-    """What the value of an instruction is, or the part of it that an index names.
+    """The origin of an instruction's value, or of the part of it at an index.
 
     Args:
       name: of the instruction.
@@ -56,19 +56,19 @@ def origin(module: Module, name: str, index: tuple[int, ...] = ()) -> Origin:
     made = back[-1][0]
     if made.opcode == "parameter" and module.home[made.name] == module.entry:
         return Origin(made.op_name or made.name, "", "", made.number, 3 if stacked else 1)
-    # Where the value is made says most; if jax knows nothing of that, what comes next does.
+    # The instruction that computes the value says most; if it has no op_name, its consumers do.
     known = [one for one, _ in reversed(back) if one.op_name]
-    # Of several products made as one, the slice says which this is.
+    # Where several products are computed as one, the slice says which this is.
     parts = (one for one in known if one.opcode == "slice")
     part = next((o for o in parts if operation(o.op_name, plain=True) in _PRODUCTS.values()), None)
     named = part or (known[0] if known else made)
     text = named.op_name
     if made.opcode in _PRODUCTS and operation(text, plain=True) in _DULL:
-        # The compiler folded what jax calls it after into the product.
+        # The compiler merged the operation that jax names it after into the product.
         text = f"{text.rpartition('/')[0]}/{_PRODUCTS[made.opcode]}"
     rank = 0 if made.opcode in _ROOM or made.target == "AllocateBuffer" else 3 if stacked else 2
     return Origin(
-        name=operation(text) if _says_what(text) else made.target or made.opcode,
+        name=operation(text) if _ends_with_operation(text) else made.target or made.opcode,
         source=source(module, named),
         module=scopes(text),
         parameter=None,
@@ -79,7 +79,7 @@ def origin(module: Module, name: str, index: tuple[int, ...] = ()) -> Origin:
 def operation(op_name: str, plain: bool = False) -> str:
     """The operation at the end of an `op_name`.
 
-    Unless `plain`, it also says if that is done backwards, or done again.
+    Unless `plain`, it also says if it is in the backward pass or recomputed.
 
     >>> operation("jit(step)/jvp(Encoder)/Block_0/dot_general")
     'dot_general'
@@ -102,7 +102,7 @@ def operation(op_name: str, plain: bool = False) -> str:
 
 
 def scopes(op_name: str) -> str:
-    """The readable part of an `op_name`: Flax modules and named scopes, without jax's own words.
+    """The readable part of an `op_name`: Flax modules and named scopes, without jax's wrappers.
 
     >>> scopes("jit(step)/transpose(jvp(Encoder))/while/body/closed_call/Block_0/checkpoint/mul")
     'Encoder/Block_0'
@@ -110,7 +110,7 @@ def scopes(op_name: str) -> str:
     kept: list[str] = []
     for part in _split(op_name)[:-1]:
         while match := _WRAPPED.fullmatch(part):
-            # What jit wraps is a function, and what the others wrap a scope.
+            # The name inside jit(...) is a function, inside the others a scope.
             part = "" if match[1] in _FUNCTIONS else match[2]
         words = part in _WORDS or _BRANCH.fullmatch(part) or "->" in part  # an einsum's formula
         if part and not words and part not in kept[-1:]:
@@ -135,7 +135,7 @@ def source(module: Module, instruction: Instruction) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def in_library(file: str) -> bool:
-    """Whether a file belongs to Python, to jaxmem, or to what writes layers for others.
+    """Whether a file belongs to Python, to jaxmem, or to a library of layers.
 
     >>> in_library("/venv/lib/python3.12/site-packages/flax/linen/linear.py")
     True
@@ -210,16 +210,16 @@ _DEEPEST = 16
 
 
 def _back(module: Module, value: Value) -> tuple[list[Value], bool]:
-    """The way back to where a value is made, and whether it is a stack of such values."""
+    """The way back to the instruction that computes a value, and whether a loop stacks them."""
     back, stacked = way(module, value), False
     for _ in range(_DEEPEST):
         last, index = back[-1]
         if update := update_of(module, (last, index)):
-            # Loops in loops write stacks into stacks.
+            # Nested loops write stacks into stacks.
             back += way(module, update)
             stacked = True
         elif last.opcode == "reduce" and operation(last.op_name, plain=True) in _DULL:
-            # The last part of a product that was cut along its contracted dimension.
+            # The last part of a product that was split along its contracted dimension.
             operand = module.operand(last)
             if operand is None:
                 break
@@ -229,7 +229,7 @@ def _back(module: Module, value: Value) -> tuple[list[Value], bool]:
     return back, stacked
 
 
-def _says_what(op_name: str) -> bool:
-    """Whether an `op_name` ends with an operation, and not with what jax wraps code in."""
+def _ends_with_operation(op_name: str) -> bool:
+    """Whether an `op_name` ends with an operation, not with one of jax's wrappers."""
     last = _split(op_name)[-1:]
     return bool(last) and last[0] not in _WORDS - {"transpose"} and "(" not in last[0]

@@ -1,8 +1,8 @@
-"""The buffers that are alive at one step of a compiled program: one row for each piece of memory.
+"""The buffers that are live at one step of a compiled program: one row per piece of memory.
 
-Values that share bytes are one row: a stack that a loop updates in place is, in the
-compiler's list, the room made for it, the loop's operand, result and parameter, and the
-update.  The row has the name that says most of these.
+Values that share bytes are one row: a stack that a loop updates in place appears in
+the compiler's list as its allocation, the loop's operand, result and parameter, and
+the update.  The row has the most informative of their names.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from jaxmem.hlo.liveness import live_range
 from jaxmem.hlo.naming import Origin, origin
 from jaxmem.hlo.shapes import shape as read_shape
 
-# What is smaller is of no interest.
+# Smaller buffers are not listed.
 _LEAST = 1024
 
 # ---------------------------------------------------------------- API
@@ -22,11 +22,11 @@ _LEAST = 1024
 def rows(
     module: hlo.Module, allocations: Iterable[Allocation], schedule: Schedule, step: int
 ) -> tuple[Buffer, ...]:
-    """The buffers alive at a step, without small ones and tables of pointers."""
+    """The buffers live at a step, without small ones and tables of pointers."""
     found: list[Buffer] = []
     for allocation in allocations:
-        if allocation.lasting:
-            found += _lasting(module, allocation, schedule)
+        if allocation.persistent:
+            found += _persistent(module, allocation, schedule)
         else:
             found += _sharing(module, allocation, schedule, step)
     return tuple(found)
@@ -36,8 +36,8 @@ def rows(
 
 
 def _named(module: hlo.Module, schedule: Schedule, value: Value) -> Origin:
-    """What a value is; one inside of an asynchronous operation, which the text does not
-    spell out, is what the operation is, whose start follows next in the schedule."""
+    """The origin of a value; one inside an asynchronous operation, which the text does not
+    contain, has the origin of the operation, whose start is next in the schedule."""
     name = value.name
     if name not in module.instructions and name in schedule.order:
         following = schedule.order[schedule.order.index(name) :]
@@ -46,8 +46,8 @@ def _named(module: hlo.Module, schedule: Schedule, value: Value) -> Origin:
     return origin(module, name, value.index)
 
 
-def _lasting(module: hlo.Module, allocation: Allocation, schedule: Schedule) -> list[Buffer]:
-    """An argument, a result or a constant, which has an allocation of its own."""
+def _persistent(module: hlo.Module, allocation: Allocation, schedule: Schedule) -> list[Buffer]:
+    """An argument, a result or a constant, which has a separate allocation."""
     if not allocation.values or allocation.size < _LEAST:
         return []
     if allocation.parameter is not None:
@@ -57,7 +57,7 @@ def _lasting(module: hlo.Module, allocation: Allocation, schedule: Schedule) -> 
         named = _named(module, schedule, value)
     else:
         kind = "constant" if allocation.constant else "output"
-        # A result's place may have served others before.
+        # The buffer of a result may have held other values before.
         whole = [v for v in allocation.values if v.size == allocation.size] or allocation.values
         last = [v for v in whole if live_range(v, schedule)[1] >= len(schedule.order)]
         value, named = _best(module, schedule, last or whole)
@@ -73,7 +73,7 @@ def _is_parameter(module: hlo.Module, value: Value) -> bool:
 def _sharing(
     module: hlo.Module, allocation: Allocation, schedule: Schedule, step: int
 ) -> list[Buffer]:
-    """What is alive in an allocation in which values find their places."""
+    """What is live in an allocation that temporaries share."""
     live = []
     for value in allocation.values:
         start, end = live_range(value, schedule)
@@ -109,7 +109,7 @@ def _shared(
     largest = max(latest, key=lambda value: value.size)
     value, named = _best(module, schedule, latest)
     if named.rank == 0:
-        # Only room so far: what comes into it says more.
+        # Uninitialised so far: the values written into it are more informative.
         later = _successors(allocation.values, schedule, largest, step)
         value, named = _best(module, schedule, [*latest, *later])
     shown = value if value in latest and value.size == largest.size else largest
@@ -118,7 +118,7 @@ def _shared(
 
 
 def _successors(values: Sequence[Value], schedule: Schedule, room: Value, step: int) -> list[Value]:
-    """Values that take the same place without a gap in time, from a step on."""
+    """Values that occupy the same bytes without a gap in time, from a step on."""
     same = [v for v in values if (v.offset, v.size) == (room.offset, room.size)]
     timed = sorted(((live_range(v, schedule), k) for k, v in enumerate(same)))
     found, reach = [], step
@@ -133,7 +133,7 @@ def _successors(values: Sequence[Value], schedule: Schedule, room: Value, step: 
 
 
 def _best(module: hlo.Module, schedule: Schedule, values: Sequence[Value]) -> tuple[Value, Origin]:
-    """The value whose origin says most, the first of equals."""
+    """The value with the most informative origin, the first of several equal ones."""
     candidates = [(value, _named(module, schedule, value)) for value in values]
     return max(candidates, key=lambda candidate: candidate[1].rank)
 

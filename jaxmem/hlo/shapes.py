@@ -13,9 +13,9 @@ class Shape:
     """Type of a value: an array, or a tuple of them.
 
     Attributes:
-      dtype: as HLO says it, such as "bf16" or "pred"; "tuple" for a tuple.
+      dtype: in HLO's notation, such as "bf16" or "pred"; "tuple" for a tuple.
       dims: lengths of the dimensions.
-      space: number of the memory space, 0 being the device's own memory.
+      space: number of the memory space, 0 being device memory.
       elements: of a tuple, else None.
     """
 
@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements without any padding, a tuple's together."""
+        """Bytes of its elements without padding, summed over a tuple."""
         if self.elements is not None:
             return sum(element.bytes for element in self.elements)
         return -(-self.size * bits(self.dtype) // 8)

@@ -1,9 +1,9 @@
 """Optimized HLO text, as `compiled.as_text()` prints it, as plain data.
 
-Line by line and no deeper than asked: an instruction keeps its attributes as text
-until one of them is wanted, so that megabytes take a fraction of a second.  What is
-read here is the same on every backend and in jax 0.10 to 0.12; what follows from it
-is in `loops`, `flops`, `values` and `naming`.
+Parsing is lazy: an instruction keeps its attributes as text until one is read, so
+that megabytes take a fraction of a second.  The syntax read here is the same on
+every backend and in jax 0.10 to 0.12; `loops`, `flops`, `values` and `naming`
+interpret it.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Instruction:
       name: unique in the module, without the percent sign.
       opcode: such as "dot" or "get-tuple-element".
       root: whether it is what its computation returns.
-      inside: what stands in its parentheses.
+      inside: the text in its parentheses.
       attributes: the rest of the line.
     """
 
@@ -50,12 +50,12 @@ class Instruction:
         return _NAME.findall(match[1]) if match else []
 
     def all_called(self) -> list[str]:
-        """Names of all computations it calls, in the order in which they stand."""
+        """Names of all computations it calls, in the order of the text."""
         return [name for part in _CALLED.findall(self.attributes) for name in _NAME.findall(part)]
 
     @property
     def op_name(self) -> str:
-        """Where jax says that it comes from, such as "jit(step)/Dense_0/dot_general"."""
+        """The operation it comes from in jax, such as "jit(step)/Dense_0/dot_general"."""
         match = _OP_NAME.search(self.attributes)
         return _ESCAPED.sub(r"\1", match[1]) if match else ""
 
@@ -69,7 +69,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         match = re.search(r'\bcustom_call_target="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
@@ -79,7 +79,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
-    """Instructions in the order in which they stand, which in optimized HLO is the schedule."""
+    """Instructions in the order of the text, which in optimized HLO is the schedule."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -95,7 +95,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One line of a Python stack: who called it is `parent`, None for the outermost."""
+    """One line of a Python stack; `parent` is the calling frame, None for the outermost."""
 
     file: str
     line: int
@@ -109,7 +109,7 @@ class Module:
 
     Attributes:
       computations: by name.
-      entry: the name of the one that is run.
+      entry: the name of the entry computation.
       instructions: of all computations, by name.
       home: the name of the computation that an instruction is in, by its name.
       frames: stack frames by number.
@@ -134,7 +134,7 @@ class Module:
         return found
 
     def operand(self, instruction: Instruction, number: int = 0) -> Instruction | None:
-        """The instruction that makes an operand, None if there is none of that number."""
+        """The instruction that computes an operand, None if there is none of that number."""
         names = instruction.operands
         return self.instructions.get(names[number]) if number < len(names) else None
 
@@ -182,8 +182,8 @@ def parse(text: str) -> Module:
             table.append(line)
     if entry not in computations:
         raise ValueError(
-            "no entry computation in the compiler's program text; is it the text of an HLO module, "
-            "whole, as compiled.as_text() gives it?"
+            "no entry computation in the compiler's program text; is it the complete text of an "
+            "HLO module, as compiled.as_text() gives it?"
         )
     found = [(i, c.name) for c in computations.values() for i in c.instructions]
     return Module(
@@ -212,7 +212,7 @@ _ESCAPED = re.compile(r"\\(.)")
 
 
 def _closing(rest: str) -> int:
-    """Where the parenthesis closes that stands open at the beginning."""
+    """The position of the parenthesis that closes the one open at the beginning."""
     end = rest.find(")")
     if rest.find("(", 0, end) < 0:
         return end if end >= 0 else len(rest)

@@ -1,22 +1,22 @@
-"""Where the values of a compiled program are made.
+"""Tracing the values of a compiled program back to the instructions that compute them.
 
-From a value back through whatever hands it on: tuples, copies, conversions, slices,
-fusions, loops and their carries; and, for a stack that is filled in place, from the
-stack to what is written into it.
+A value is followed back through tuples, copies, conversions, slices, fusions, loops
+and their carries; and, for a stack that is filled in place, from the stack to what is
+written into it.
 """
 
 from jaxmem.hlo.text import Computation, Instruction, Module
 
 # ---------------------------------------------------------------- types
 
-# An instruction, and the part of its tuple that is meant.
+# An instruction, and an index into its tuple.
 Value = tuple[Instruction, tuple[int, ...]]
 
 # ---------------------------------------------------------------- API
 
 
 def way(module: Module, value: Value) -> list[Value]:
-    """A value and all that it was before, back to where it is made."""
+    """A value and its predecessors, back to the instruction that computes it."""
     found, seen = [value], {_key(value)}
     while len(found) < _FAR and (before := _before(module, found[-1])):
         if _key(before) in seen:
@@ -27,14 +27,14 @@ def way(module: Module, value: Value) -> list[Value]:
 
 
 def update_of(module: Module, value: Value) -> Value | None:
-    """What is written, if a value is another with something written into it in place."""
+    """The value written, if `value` is the result of an in-place update of another."""
     instruction, index = value
     update = module.operand(instruction, 1)
     if instruction.opcode.removesuffix("-start") != _UPDATE or update is None:
         return None
     chosen = way(module, (update, index))[-1][0]
     if chosen.opcode == "select":
-        # A write under a mask: one of the two is what was there before.
+        # A masked write: one of the two operands is the previous content.
         cases = [operand for k in (1, 2) if (operand := module.operand(chosen, k))]
         new = [c for c in cases if way(module, (c, index))[-1][0] is not instruction]
         if len(new) == 1:
@@ -59,7 +59,7 @@ def _key(value: Value) -> tuple[str, tuple[int, ...]]:
 
 
 def _before(module: Module, value: Value) -> Value | None:
-    """The same value one step earlier, None where it is made."""
+    """The same value one step earlier, None at the instruction that computes it."""
     instruction, index = value
     opcode = instruction.opcode
     if opcode == "get-tuple-element":
@@ -82,7 +82,7 @@ def _before(module: Module, value: Value) -> Value | None:
 
 
 def _asynchronous(module: Module, instruction: Instruction, index: tuple[int, ...]) -> Value | None:
-    """The halves of an operation that goes on beside others; the first gives (operands, result)."""
+    """The halves of an asynchronous operation; the first one's value is (operands, result)."""
     operand = module.operand(instruction)
     if instruction.opcode.endswith("-done"):
         return operand and (operand, (1, *index))
@@ -100,7 +100,7 @@ def _asynchronous(module: Module, instruction: Instruction, index: tuple[int, ..
 
 
 def _called(module: Module, instruction: Instruction) -> Computation | None:
-    """What computes a call's value; of a conditional the first branch stands for all."""
+    """The computation that gives a call's value; for a conditional the first branch."""
     if instruction.opcode == "while":
         return module.body(instruction, "body")
     found = (module.computations.get(name) for name in instruction.all_called())
@@ -108,7 +108,7 @@ def _called(module: Module, instruction: Instruction) -> Computation | None:
 
 
 def _passed(module: Module, parameter: Instruction, index: tuple[int, ...]) -> Value | None:
-    """What was given for a parameter: by a caller, or by the previous iteration of a loop."""
+    """The value passed for a parameter: by a caller, or by the previous iteration of a loop."""
     home = module.home[parameter.name]
     for caller in module.callers.get(home, ()):
         if caller.opcode == "while":
@@ -136,7 +136,7 @@ def _carried(module: Module, root: Instruction, index: tuple[int, ...]) -> Value
 
 
 def _is_parameter(module: Module, value: Value, parameter: tuple[str, tuple[int, ...]]) -> bool:
-    """Whether a loop's body, here by its name, hands an element on as it got it."""
+    """Whether a loop's body, here by its name, passes an element on unchanged."""
     home, index = parameter
     seen: set[tuple[str, tuple[int, ...]]] = set()
     following: Value | None = value

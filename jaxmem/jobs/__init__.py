@@ -1,5 +1,5 @@
-"""Programs to be judged, as a user's module hands them over: found, built, compiled, verified.
+"""Jobs: programs from a user's module, to be compiled or verified by the command line.
 
-`job` is the value, `load` finds and builds it, `verify` runs it in a process of its own
-(`measure`) and holds the prediction against the allocator.
+`job` is the value, `load` finds and builds it, `verify` runs it in a separate process
+(`measure`) and compares the prediction with the allocator's peak.
 """

@@ -1,4 +1,4 @@
-"""`Job`: a program to be judged, as a module of the user's hands it to the command line.
+"""`Job`: the program that a user's module gives to the command line.
 
 A module has a function, by convention called `job`, that builds the step, describes
 its arguments by shape, and returns both as one small value:
@@ -17,21 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.report import MemoryReport
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
 class Job:
-    """A step with its arguments, to be compiled for a target; nothing in it is run.
+    """A step with its arguments, to be compiled for a target; it is not executed.
 
     Attributes:
       step: a function of arrays, plain or already jitted.
       args: its positional arguments, pytrees of `jax.ShapeDtypeStruct` (from
-        `jax.eval_shape`), with or without shardings.  Arrays do as well, but take their memory.
-      kwargs: its keyword arguments, alike.
+        `jax.eval_shape`), with or without shardings.  Arrays are accepted, but take memory.
+      kwargs: its keyword arguments, likewise.
       donate_argnums: as for `jax.jit`.
       static_argnums: as for `jax.jit`.
-      name: what it is called in tables.
+      name: shown in tables.
 
     >>> import jax, jaxmem
     >>> def double(x): return x * 2
@@ -90,7 +90,7 @@ class Job:
         return f"<Job {self.name}, {len(self.args) + len(self.kwargs)} arguments>"
 
     def report(self, target: Any = "local", **options: Any) -> "MemoryReport":
-        """What the step needs on a target.
+        """The memory report of the step on a target.
 
         Args:
           target: as `jaxmem.memory_report` takes it.
@@ -102,7 +102,7 @@ class Job:
         """
         import inspect
 
-        from jaxmem.memory import memory_report
+        from jaxmem.report.memory import memory_report
 
         reserved = inspect.signature(memory_report).parameters
         if clash := [key for key in self.kwargs if key in reserved]:
@@ -122,7 +122,7 @@ class Job:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the arguments that are arrays already, not descriptions of arrays."""
+        """Bytes of the arguments that are arrays, not `jax.ShapeDtypeStruct`s."""
         import jax
         import numpy as np
 

@@ -1,7 +1,7 @@
 """Finds the `job()` of a module or a file, and builds its job under settings and a policy.
 
-"pkg.module:job" is imported with the current directory in front of the path,
-"path/to/file.py:job" is run with its own folder there; ":job" is the default.
+"pkg.module:job" is imported with the current directory first on the path,
+"path/to/file.py:job" is run with the file's folder there; ":job" is the default.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxmem._util.text import size
 from jaxmem.errors import JaxmemWarning, warn
 from jaxmem.jobs.job import Job
 from jaxmem.jobs.parse import PolicyText, a, parse, words
-from jaxmem.text import size
 
-# Below this, arrays in a job are constants that nobody minds.
+# Arrays smaller than this are not worth a warning.
 _MANY_BYTES = 16 * 2**20
 
 # ---------------------------------------------------------------- types
@@ -37,7 +37,7 @@ class Entry:
     """A function that builds a `Job`, found but not yet called.
 
     Attributes:
-      where: the text that it was found by, ":job" added.
+      where: the text that it was found by, with ":job".
       build: the function.
     """
 
@@ -45,7 +45,7 @@ class Entry:
     build: Callable[..., Any]
 
     def takes(self, keyword: str) -> bool:
-        """Whether it has this keyword."""
+        """Whether it takes this keyword."""
         return keyword in self._keywords or self._any_keyword
 
     def defaults(self, keyword: str) -> list[Any]:
@@ -56,7 +56,7 @@ class Entry:
         return [] if default is inspect.Parameter.empty else [default]
 
     def parse(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Settings from a shell as values, of the types of annotations or else of defaults.
+        """Settings from a shell as values of the annotated types, or else those of the defaults.
 
         Raises:
           JobError: there is no such keyword, or the text is not of its type.
@@ -73,13 +73,13 @@ class Entry:
         """The job with these settings, to be traced within `under(policy)`.
 
         Raises:
-          JobError: a keyword is unknown or missing, the policy is given twice, or what
-            came back is no `Job`.
-          Exception: whatever the function itself raises.
+          JobError: a keyword is unknown or missing, the policy is given twice, or the
+            function returned no `Job`.
+            Exception: whatever the function raises.
         """
         if policy is not None and not policy.is_own and self.takes("policy"):
             if "policy" in settings:
-                raise JobError("the policy is given twice, by itself and as a setting")
+                raise JobError("the policy is given twice, as a policy and as a setting")
             settings = {**settings, "policy": policy.value}
         self._check(settings)
         missing = [
@@ -107,20 +107,21 @@ class Entry:
         return job
 
     def is_forced(self, policy: PolicyText | None) -> bool:
-        """Whether the policy goes to the decorated stacks, not to the job's own keyword."""
+        """Whether the policy applies to the decorated stacks, not to the job's keyword policy."""
         return policy is not None and not policy.is_own and not self.takes("policy")
 
     def under(self, policy: PolicyText | None) -> contextlib.AbstractContextManager[None]:
-        """What must hold, in the same thread, while the job is traced.
+        """The context in which the job must be traced, in the same thread.
 
         Raises:
           ValueError, TypeError: there is no such policy or option.
         """
         if policy is None or not self.is_forced(policy):
             return contextlib.nullcontext()
-        from jaxmem import policies, tracing
+        from jaxmem import policies
+        from jaxmem.trace import context
 
-        return tracing.instead(policies.parse(policy.name, **dict(policy.options)))
+        return context.instead(policies.parse(policy.name, **dict(policy.options)))
 
     @property
     def _keywords(self) -> dict[str, inspect.Parameter]:
@@ -156,11 +157,11 @@ def find(where: str) -> Entry:
     """The function that `where` names.
 
     Args:
-      where: "pkg.module:job" or "path/to/file.py:job"; ":job" may be left out.
+      where: "pkg.module:job" or "path/to/file.py:job"; ":job" may be omitted.
 
     Raises:
-      JobError: there is no such module, file or name, or it is no function.
-      Exception: whatever importing the module raises by itself.
+      JobError: there is no such module, file or name, or it is not a function.
+      Exception: whatever importing the module raises.
 
     >>> find("jaxmem.nowhere:job")
     Traceback (most recent call last):
@@ -192,7 +193,7 @@ def find(where: str) -> Entry:
     try:
         inspect.signature(found)
     except ValueError:  # some functions of C have none
-        raise JobError(f"{where} has no signature; it must be a function of Python's") from None
+        raise JobError(f"{where} has no signature; it must be a Python function") from None
     return Entry(where, found)
 
 
@@ -201,7 +202,7 @@ def find(where: str) -> Entry:
 
 def _split(where: str) -> tuple[str, str]:
     place, colon, name = where.rpartition(":")
-    if not colon or name.endswith(".py"):  # the colon of "C:\file.py" is not ours
+    if not colon or name.endswith(".py"):  # the colon of "C:\file.py" separates nothing
         place, name = where, "job"
     if not place or not all(part.isidentifier() for part in name.split(".")):
         raise JobError(f"{where!r} names no job; write pkg.module:job or path/to/file.py:job")
@@ -211,14 +212,16 @@ def _split(where: str) -> tuple[str, str]:
 def _import_module(name: str) -> types.ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         hint = f"; for the file write {name}.py" if os.path.isfile(f"{name}.py") else ""
-        raise JobError(f"{name!r} is no module{hint}; write pkg.module:job or path/to/file.py:job")
+        raise JobError(
+            f"{name!r} is not a module{hint}; write pkg.module:job or path/to/file.py:job"
+        )
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # One that is missing inside the user's module is the user's to see.
+        # A module that the user's module fails to import is shown as it is.
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise
         missing = error.name
@@ -234,7 +237,7 @@ def _import_file(path: str) -> types.ModuleType:
     if not os.path.isfile(full):
         raise JobError(f"no file {path!r}, seen from {os.getcwd()}")
     name = os.path.splitext(os.path.basename(full))[0]
-    # Never in the place of a module that others import by that name.
+    # Under another name, so that it never replaces a module that others import.
     name = f"_jaxmem_job_{name}" if name in sys.modules or not name.isidentifier() else name
     spec = importlib.util.spec_from_file_location(name, full)
     # A file that ends in .py has both.

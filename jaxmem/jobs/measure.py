@@ -1,10 +1,10 @@
 """Runs steps of a job and reads the allocator: the process that `jaxmem.verify` starts.
 
-An allocator's peak cannot be set back, so whatever is not the step must stay below
-it.  Hence two runs of this file, each a process of its own: the first compiles, for
-the prediction and into a cache of executables; the second takes the executable from
-there, so that no trial kernel of an autotuner allocates anything, puts the arguments
-on the device one by one from the host, and runs.
+An allocator's peak cannot be reset, so everything but the step must stay below it.
+Hence two processes run this file: the first compiles, for the prediction and into a
+cache of executables; the second takes the executable from there, so that no trial
+kernel of an autotuner allocates anything, copies the arguments to the device one by
+one, and runs.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem.arguments import named_leaves
+from jaxmem.compile.program import Program
 from jaxmem.jobs.job import Job
 from jaxmem.jobs.load import find
 from jaxmem.jobs.parse import PolicyText
-from jaxmem.program import Program
+from jaxmem.trace.arguments import named_leaves
 
 # ---------------------------------------------------------------- types
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What running a job said.
+    """The measurements of running a job.
 
     Attributes:
       device: the kind of device.
-      devices: how many it ran on; bytes are for the one that had most.
-      before_bytes: in use when nothing of the job was there.
-      argument_bytes: in use beyond that with the arguments in place.
-      start_peak_bytes: the highest until then, beyond `before_bytes`.
-      peak_bytes: the highest of all, beyond `before_bytes`; None where the backend does not tell.
-      executable_bytes: what the executable itself says it needs; None where it does not say.
+      devices: how many it ran on; bytes are for the one that used most.
+      before_bytes: in use before anything of the job was allocated.
+      argument_bytes: in use beyond that with the arguments on the device.
+      start_peak_bytes: the peak until then, beyond `before_bytes`.
+      peak_bytes: the overall peak, beyond `before_bytes`; None where the backend gives none.
+      executable_bytes: what the executable states that it needs; None where it does not.
       seconds: of each step.
       compiled: whether the step was compiled in this process, not read from the cache.
     """
@@ -72,11 +72,11 @@ def predict(job: Job) -> dict[str, Any]:
 
 
 def run(job: Job, steps: int, unread: Sequence[str] = ()) -> Measurement:
-    """Run so many steps, donated arguments taking the results of the step before.
+    """Run steps; results of a step replace the arguments that it donated.
 
     Args:
       job: what to run.
-      steps: how often.
+      steps: how many.
       unread: paths of arguments that stay on the host, as the program never reads them.
     """
     hits: list[str] = []
@@ -95,9 +95,9 @@ def run(job: Job, steps: int, unread: Sequence[str] = ()) -> Measurement:
         device=used[0].device_kind,
         devices=len(used),
         before_bytes=_most(before),
-        argument_bytes=_beyond(placed, before),
-        start_peak_bytes=_beyond(start, before),
-        peak_bytes=_beyond(peak, before),
+        argument_bytes=_increase(placed, before),
+        start_peak_bytes=_increase(start, before),
+        peak_bytes=_increase(peak, before),
         executable_bytes=_needs(step),
         seconds=tuple(seconds),
         compiled=compiled,
@@ -105,7 +105,7 @@ def run(job: Job, steps: int, unread: Sequence[str] = ()) -> Measurement:
 
 
 class Arguments:
-    """A job's arguments as arrays, put on the device one at a time, with nothing in between.
+    """A job's arguments as arrays, copied to the device one at a time.
 
     Attributes:
       leaves: the arrays, in jax's order.
@@ -127,16 +127,16 @@ class Arguments:
         self.leaves = [self._make(k) for k in range(len(self._specs))]
 
     def call(self) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments, static ones left out."""
+        """Positional and keyword arguments, without static ones."""
         return jax.tree.unflatten(self._tree, self.leaves)
 
     def take(self, results: Any) -> None:
-        """Put results in the place of what was donated, where they match; make the rest anew."""
+        """Replace donated arguments with matching results; create the rest anew."""
         left = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
         for k, old in enumerate(self.leaves):
             if not (_is_gone(old) or (self._donated[k] and isinstance(old, jax.Array))):
                 continue
-            match = next((j for j, new in enumerate(left) if _alike(old, new)), None)
+            match = next((j for j, new in enumerate(left) if _same_type(old, new)), None)
             if match is not None:
                 self.leaves[k] = left.pop(match)
             elif _is_gone(old):
@@ -150,7 +150,7 @@ class Arguments:
             return jax.device_put(spec)
         if not isinstance(spec, jax.ShapeDtypeStruct):
             return spec
-        # What is asked for in host memory goes there as jax does it.
+        # Arguments in host memory are placed there as jax does it.
         kind = getattr(spec.sharding, "memory_kind", None) or ""
         return made(spec, on_host=self._names[k] in self._unread and "host" not in kind)
 
@@ -159,11 +159,11 @@ def made(spec: jax.ShapeDtypeStruct, on_host: bool = False) -> Any:
     """An array of this shape: small positive numbers, zeros for whole numbers, a random key.
 
     Positive, since a square root may be taken of an optimizer's state; zeros, since they
-    are valid as the index of anything.
+    are valid indices.
     """
     sharding = _concrete(spec.sharding)
     if jax.numpy.issubdtype(spec.dtype, jax.dtypes.prng_key):
-        # A few bytes each, and jax alone knows what they look like.
+        # A few bytes each, in a format that only jax knows.
         key = jax.numpy.empty(spec.shape, spec.dtype)
         return key if sharding is None else jax.device_put(key, sharding)
     values = _values(spec.shape, np.dtype(spec.dtype))
@@ -191,7 +191,7 @@ def _step(step: Callable[..., Any], arguments: Arguments) -> float:
     start = time.perf_counter()
     results = jax.block_until_ready(step(*positional, **keywords))
     seconds = time.perf_counter() - start
-    # Results that nothing takes are gone before the next step, as in a training loop.
+    # Unused results are freed before the next step, as in a training loop.
     arguments.take(results)
     return seconds
 
@@ -205,7 +205,7 @@ def _values(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any
 
 
 def _concrete(sharding: Any) -> Any:
-    """The sharding over devices that are attached, where it was made for absent ones."""
+    """The sharding over attached devices, where it was made for absent ones."""
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
@@ -224,7 +224,7 @@ def _concrete(sharding: Any) -> Any:
 
 
 def _devices(job: Job) -> list[Any]:
-    """Where the job runs."""
+    """The devices on which the job runs."""
     for leaf in jax.tree.leaves((job.args, job.kwargs)):
         sharding = _concrete(getattr(leaf, "sharding", None))
         if sharding is not None:
@@ -241,7 +241,7 @@ def _most(numbers: Iterable[int] | None) -> int | None:
     return None if numbers is None else max(numbers)
 
 
-def _beyond(numbers: list[int] | None, before: list[int] | None) -> int | None:
+def _increase(numbers: list[int] | None, before: list[int] | None) -> int | None:
     if numbers is None or before is None:
         return None
     return max(now - then for now, then in zip(numbers, before, strict=True))
@@ -251,7 +251,7 @@ def _is_gone(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _alike(old: jax.Array, new: jax.Array) -> bool:
+def _same_type(old: jax.Array, new: jax.Array) -> bool:
     return (
         old.shape == new.shape
         and old.dtype == new.dtype
@@ -263,13 +263,13 @@ def _alike(old: jax.Array, new: jax.Array) -> bool:
 
 
 def main(request: str, answer: str) -> None:
-    """Do what the file `request` says, and write what came of it into the file `answer`."""
-    from jaxmem.cli.failure import explained
+    """Execute the request in the file `request`, and write the result into the file `answer`."""
+    from jaxmem.jobs.failure import explained
 
     asked = json.loads(Path(request).read_text())
     try:
         found = _asked(**asked)
-    except Exception as error:  # it is told to the process that asked
+    except Exception as error:  # it is reported to the process that asked
         found = {"error": explained(error)}
     Path(answer).write_text(json.dumps(found))
 
@@ -296,7 +296,7 @@ def _asked(
 
 
 def median(seconds: Sequence[float]) -> float:
-    """The middle of the steps, without the first, which warms up, where there are others."""
+    """The median of the steps, without the first one, which warms up, if there are others."""
     return statistics.median(seconds[1:] or seconds)
 
 

@@ -1,4 +1,4 @@
-"""Texts from a shell as values: of a type, or a policy with its options."""
+"""Texts from a shell as values of a type, or as a policy with its options."""
 
 import ast
 import dataclasses
@@ -13,9 +13,9 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 @dataclasses.dataclass(frozen=True)
 class PolicyText:
-    """A policy as asked for: its name, and options such as slots=4.
+    """A policy on the command line: its name, and options such as slots=4.
 
-    As text "revolve" or "revolve:slots=4", or "own" for what a job does by itself.
+    As text "revolve" or "revolve:slots=4", or "own" for the policies in the job's code.
     """
 
     name: str = "own"
@@ -23,7 +23,7 @@ class PolicyText:
 
     @classmethod
     def parse(cls, text: str) -> "PolicyText":
-        """Read such a text; whether there is such a policy is not looked at.
+        """Read such a text, without checking that the policy exists.
 
         Raises:
           ValueError: an option is not written as key=value.
@@ -44,17 +44,17 @@ class PolicyText:
 
     @property
     def text(self) -> str:
-        """What `parse` reads."""
+        """The text that `parse` reads."""
         return ":".join([self.name, *(f"{key}={value}" for key, value in self.options)])
 
     @property
     def is_own(self) -> bool:
-        """Whether nothing else than what the job does was asked for."""
+        """Whether the policies in the job's code are left as they are."""
         return self.name == "own"
 
     @property
     def value(self) -> Any:
-        """As a job's own `policy` keyword takes it: the name, or a policy if it has options."""
+        """As a job's keyword `policy` takes it: the name, or a policy if it has options."""
         if not self.options:
             return self.name
         from jaxmem import policies
@@ -66,10 +66,10 @@ class PolicyText:
 
 
 def parse(text: str, kind: Any) -> Any:
-    """The text as a value of a type, as annotations write it; `Any` for whatever it reads as.
+    """The text as a value of an annotated type; for `Any` as `literal` reads it.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is not a value of this type.
 
     >>> parse("16", int), parse("none", int | None), parse("1, 2", tuple), parse("16", str)
     (16, None, (1, 2), '16')
@@ -100,7 +100,7 @@ def parse(text: str, kind: Any) -> Any:
 
 
 def literal(text: str) -> Any:
-    """A number, None, True or a tuple if it reads as one, else the text."""
+    """The text as a Python literal such as a number, None, True or a tuple, else as it is."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -108,7 +108,7 @@ def literal(text: str) -> Any:
 
 
 def words(kind: Any) -> str:
-    """What a type is called in a message."""
+    """The name of a type in messages."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if kind in names:
         return names[kind]
@@ -131,7 +131,7 @@ def a(noun: str) -> str:
 def _one_of(text: str, parts: tuple[Any, ...]) -> Any:
     if type(None) in parts and text.lower() == "none":
         return None
-    # Everything is text, so that comes last.
+    # Any text is a str, so str comes last.
     for part in sorted((p for p in parts if p is not type(None)), key=lambda p: p is str):
         try:
             return parse(text, part)

@@ -1,6 +1,6 @@
-"""`verify`: the prediction of a report against what the allocator of an attached device saw.
+"""`verify`: compare the prediction of a report with the allocator's peak on an attached device.
 
-The job runs in a fresh process, since an allocator's peak cannot be set back, with
+The job runs in a fresh process, since an allocator's peak cannot be reset, with
 preallocation off, since otherwise all memory is in use from the start.
 """
 
@@ -15,28 +15,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.records import to_data
-from jaxmem.report import MemoryReport
-from jaxmem.text import size
+from jaxmem._util.records import to_data
+from jaxmem._util.text import size
+from jaxmem.report.report import MemoryReport
 
 # ---------------------------------------------------------------- types
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """A prediction and a measurement of one job; bytes are for one device.
+    """A prediction and a measurement of one job; bytes are per device.
 
     Attributes:
       predicted_bytes: `required_bytes` of the compiled program.
-      compiler_peak_bytes: the compiler's own peak.
+      compiler_peak_bytes: the peak that the compiler states.
       measured_bytes: the allocator's peak while steps ran, beyond what was in use before.
-      argument_bytes: what the arguments took of that.
-      device: its kind.
+      argument_bytes: the part of it taken by the arguments.
+      device: the kind of device.
       devices: how many it ran on.
       platform: "gpu" or "tpu".
       steps: how many ran.
-      seconds: the median of a step, the first left out.
-      versions: of what compiled and ran it.
+      seconds: the median time of a step, without the first.
+      versions: of the packages that compiled and ran it.
       notes: what explains a difference, or makes the measurement doubtful.
     """
 
@@ -54,18 +54,18 @@ class Verification:
 
     @property
     def error(self) -> float:
-        """How far the prediction is from the measurement, as a fraction of it; above 0 too much."""
+        """The relative error of the prediction; positive where it is too large."""
         return self.predicted_bytes / self.measured_bytes - 1
 
     def to_json(self) -> str:
-        """All of it as JSON text, `error` too."""
-        return json.dumps({**to_data(self), "error": self.error})
+        """As JSON text, `error` under "relative_error", since "error" means a failure."""
+        return json.dumps({**to_data(self), "relative_error": self.error})
 
     def __str__(self) -> str:
         lines = [
             f"predicted {size(self.predicted_bytes)}, measured {size(self.measured_bytes)} on "
             f"{self.device}: {self.error:+.2%}",
-            f"  the compiler's own peak {_size(self.compiler_peak_bytes)}, "
+            f"  the compiler's peak {_size(self.compiler_peak_bytes)}, "
             f"arguments {size(self.argument_bytes)}",
             f"  {self.steps} steps, {self.seconds * 1e3:.3g} ms each",
             *(f"  {note}" for note in self.notes),
@@ -87,21 +87,21 @@ def verify(
 ) -> Verification:
     """Run steps of a job on the attached GPU or TPU, and compare its peak with the prediction.
 
-    Its arguments are made up: small random numbers, zeros for whole numbers.  Donated
-    ones are fed back.  This process leaves the device alone; but if it has taken hold of
-    it before, as any use of jax does, less memory is left than there should be.
+    The arguments are generated: small random numbers, zeros for integers.  Donated ones
+    are replaced by results.  This process does not use the device; but if it has
+    initialised it before, as any use of jax does, less memory is available to the job.
 
     Args:
       where: the job, "pkg.module:job" or "path/to/file.py:job"; another process loads it.
-      settings: keywords of the job; texts are read as its annotations say.
+      settings: keywords of the job; texts are converted by its annotations.
       steps: how many to run.
-      policy: for the decorated stacks instead of their own, such as "sqrt" or "revolve:slots=4".
-      timeout: seconds for compiling, and again for running.
+      policy: in place of those in the code, such as "sqrt" or "revolve:slots=4".
+      timeout: seconds for compiling, and the same for running.
 
     Raises:
-      RuntimeError: no such device is attached, or the job failed; never a guess.
+      RuntimeError: no GPU or TPU is attached, or the job failed.
       ValueError: `steps` is less than 1.
-      TypeError: a setting is no number, text, or the like.
+      TypeError: a setting is not plain data such as a number or text.
     """
     from jaxmem.errors import check_positive
 
@@ -109,7 +109,7 @@ def verify(
     if not isinstance(where, str):
         raise TypeError(
             f'verify takes a job by its name, as in "pkg.module:job", got {type(where).__name__}: '
-            "a fresh process has to find it"
+            "a fresh process must find it"
         )
     asked = {"where": where, "settings": dict(settings or {}), "policy": policy}
     with tempfile.TemporaryDirectory(prefix="jaxmem-verify-") as folder:
@@ -123,7 +123,7 @@ def verify(
 
 
 def ask(request: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-    """What a fresh process of `jaxmem.jobs.measure` answers.
+    """The answer of a fresh process of `jaxmem.jobs.measure`.
 
     Raises:
       RuntimeError: it failed, was killed, or took too long.
@@ -135,7 +135,7 @@ def ask(request: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, A
         question.write_text(json.dumps(request))
     except TypeError as error:
         raise TypeError(
-            f"a setting cannot be handed to another process: {error}; pass numbers and texts"
+            f"a setting cannot be passed to another process: {error}; pass numbers and texts"
         ) from None
     answer.unlink(missing_ok=True)
     command = [sys.executable, "-m", "jaxmem.jobs.measure", str(question), str(answer)]
@@ -159,8 +159,8 @@ def ask(request: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, A
 
 def environment(folder: Path) -> dict[str, str]:
     """The user's environment, with an allocator that can be measured and a cache of executables."""
-    # The package, and the job, are found as this process finds them.
-    paths = [*sys.path, str(Path(__file__).resolve().parents[1])]
+    # The new process must find the package and the job where this one does.
+    paths = [*sys.path, str(Path(__file__).resolve().parents[2])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -176,7 +176,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def needs(platform: str, kind: str) -> str:
-    """What is missing where nothing can be measured."""
+    """The message where nothing can be measured."""
     forced = os.environ.get("JAX_PLATFORMS")
     hint = f" (JAX_PLATFORMS={forced} is set)" if forced else ""
     return (
@@ -187,7 +187,7 @@ def needs(platform: str, kind: str) -> str:
 
 
 def compared(report: MemoryReport, measured: Mapping[str, Any]) -> Verification:
-    """The two together.
+    """The prediction and the measurement combined.
 
     Raises:
       RuntimeError: nothing was measured.
@@ -213,7 +213,7 @@ def compared(report: MemoryReport, measured: Mapping[str, Any]) -> Verification:
 
 # ---------------------------------------------------------------- implementation
 
-# The allocator of GPUs rounds each buffer up to this.
+# The GPU allocator rounds each buffer up to this.
 _ROUNDING = 256
 
 
@@ -223,14 +223,14 @@ def _notes(report: MemoryReport, measured: Mapping[str, Any]) -> list[str]:
     if measured["start_peak_bytes"] >= peak:
         notes.append(
             "the peak was reached before the first step, so the steps need at most this much; "
-            "whatever came before, such as arrays that job() made itself, needed more"
+            "something before it, such as arrays that job() allocated, needed more"
         )
     if measured["compiled"] and measured["platform"] == "gpu":
         notes.append(
             "the step was compiled in the measuring process, so workspace of kernels that the "
             "autotuner tried may be in the peak"
         )
-    # Arguments, results and the block of temporaries are buffers of their own.
+    # Arguments, results and the block of temporaries are separate buffers.
     buffers = len(report.arguments) + 1
     if 0 < peak - predicted <= 2 * _ROUNDING * buffers:
         notes.append(f"the difference is within the allocator's rounding to {_ROUNDING} B")
@@ -242,8 +242,8 @@ def _notes(report: MemoryReport, measured: Mapping[str, Any]) -> list[str]:
     ran = measured["executable_bytes"]
     if ran is not None and ran != predicted:
         notes.append(
-            f"the executable that ran is said to need {size(ran)}: compiled twice, the compiler's "
-            "autotuner chose other kernels"
+            f"the executable that ran states that it needs {size(ran)}: it was compiled a second "
+            "time, and the autotuner chose other kernels"
         )
     if measured["before_bytes"]:
         notes.append(f"{size(measured['before_bytes'])} were in use before, and are not counted")
@@ -253,7 +253,9 @@ def _notes(report: MemoryReport, measured: Mapping[str, Any]) -> list[str]:
 def _why_dead(code: int, log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-12:]
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return "\n".join([f"the process that ran the job ended with {how}; its last words:", *lines])
+    return "\n".join(
+        [f"the process that ran the job ended with {how}; the end of its log:", *lines]
+    )
 
 
 def _explained(text: str) -> str:

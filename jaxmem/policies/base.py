@@ -30,7 +30,7 @@ class ByLayer(Policy):
         """The `Plan` of a stack, None for everything kept.
 
         Args:
-          stack: a `jaxmem.stack.Stack`.
+          stack: a `jaxmem.stacked.stack.Stack`.
           layer: its layer, taken apart for what is differentiated.
         """
         raise NotImplementedError
@@ -39,7 +39,7 @@ class ByLayer(Policy):
         """While open, a stack that keeps everything is differentiated; for those who take note."""
         return nullcontext()
 
-    def run_straight(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
+    def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """The results of decorated code that has no stack, where these are differentiated.
 
         Args:

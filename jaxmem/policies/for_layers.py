@@ -43,7 +43,7 @@ class LayerPolicy(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Full(LayerPolicy):
-    """Keep nothing inside a layer; the layer is computed again from its carry."""
+    """Keep nothing inside a layer; the layer is recomputed from its carry."""
 
     kind = "full"
 

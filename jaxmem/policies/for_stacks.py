@@ -67,7 +67,7 @@ class Revolve(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Offload(Policy):
-    """Keep every carry, on the host; layers are computed again from them.
+    """Keep every carry, on the host; layers are recomputed from them.
 
     Attributes:
       names: named values of the layer that go to the host as well.

@@ -1,5 +1,5 @@
-"""How reports look: in a terminal, in a pipe, in a notebook, and as pictures.
+"""How reports are displayed: in a terminal, in a pipe, in a notebook, and as pictures.
 
-`content` says what is shown, in `blocks` that know no medium; `text` and `html`
-put them before a reader; `plot`, `scatter` and `heatmap` draw with matplotlib.
+`content` chooses what is shown, as `blocks` independent of the medium; `text` and
+`html` render them; `plot`, `scatter`, `heatmap` and `frontier` draw with matplotlib.
 """

@@ -1,7 +1,6 @@
-"""What a page is made of, without a medium; and the page in plain text.
+"""The blocks of a page, independent of the medium; and their rendering as plain text.
 
-Plain text has no colours and no box characters, so that it lives through a pipe,
-a log and a mail.
+Plain text has no colours and no box characters, so that it survives pipes, logs and mail.
 """
 
 import dataclasses
@@ -10,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Literal
 
+from jaxmem._util.text import size
 from jaxmem.show.words import cut, share
-from jaxmem.text import size
 
 Style = Literal["", "good", "bad", "warn", "dim", "strong"]
 Kind = Literal["argument", "output", "temporary", "rest", "free"]
@@ -21,7 +20,7 @@ Kind = Literal["argument", "output", "temporary", "rest", "free"]
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line, however long; whether its style says that something fits, or does not."""
+    """One line of any length; its style may mark that something fits or does not."""
 
     text: str
     style: Style = ""
@@ -30,13 +29,13 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """How one column of a table behaves.
+    """The layout of one column of a table.
 
     Attributes:
-      title: above it; the row of titles is left out where none has one.
-      right: whether its cells stand on the right.
-      least: how narrow it may become, in characters; 0 for not at all.
-      cut: what shortens its cells.
+      title: above it; the row of titles is omitted where no column has one.
+      right: whether its cells are right-aligned.
+      least: the least width in characters to which it may shrink; 0 for a fixed width.
+      cut: the function that shortens its cells.
       style: of its cells.
     """
 
@@ -55,9 +54,9 @@ class Table:
       title: one word or a few.
       columns: one for each cell of a row.
       rows: cells of text.
-      strong: indices of the rows to stress.
+      strong: indices of the rows to emphasise.
       after: a remark below.
-      optional: index of the column that goes first where there is no room; None for none.
+      optional: index of the column that is dropped first where there is no room, or None.
     """
 
     title: str
@@ -70,7 +69,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a bar: what it is, and bytes; `short` is for where there is little room."""
+    """A part of a bar: its label and bytes; `short` is the label for little room."""
 
     label: str
     bytes: int
@@ -88,12 +87,12 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """Parts side by side, against a capacity.
+    """Adjacent parts, compared with a capacity.
 
     Attributes:
       parts: from the left.
       capacity: in bytes; None where it is unknown.
-      default: what is taken of it by default, in bytes, likewise.
+      default: what jax takes of it by default, in bytes; None where it is unknown.
     """
 
     parts: tuple[Part, ...]
@@ -102,7 +101,7 @@ class Bar:
 
     @property
     def marks(self) -> tuple["Mark", ...]:
-        """Default and capacity, as far as they are known and differ."""
+        """Default and capacity, where they are known and differ."""
         if self.capacity is None:
             return ()
         capacity = Mark(f"capacity {size(self.capacity)}", self.capacity)
@@ -117,13 +116,13 @@ class Bar:
 
     @property
     def whole(self) -> int:
-        """What the full length stands for."""
+        """The bytes that the full length represents."""
         return max(self.used, self.capacity or 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A fact, and below it what to do about it."""
+    """A fact, with its remedy below."""
 
     text: str
     remedy: str = ""
@@ -136,7 +135,7 @@ Block = Line | Table | Bar | Remark
 
 
 def plain(blocks: Iterable[Block], width: int = 80) -> str:
-    """The page as text of at most `width` columns, single lines apart.
+    """The page as text of at most `width` columns, except for lone lines.
 
     >>> print(plain([Line("needs 3 GiB"), Remark("nothing is donated", "donate params")]))
     needs 3 GiB
@@ -167,9 +166,9 @@ def remark(block: Remark, width: int) -> str:
 
 
 def fitted(table: Table, width: int) -> tuple[tuple[Column, ...], list[tuple[str, ...]], list[int]]:
-    """The columns that there is room for, the cells cut to it, and the width of each column.
+    """The columns that fit, their cells shortened, and the width of each column.
 
-    Two spaces go before each column.
+    Two spaces precede each column.
     """
     columns, rows = table.columns, list(table.rows)
     k = table.optional
@@ -185,7 +184,7 @@ def fitted(table: Table, width: int) -> tuple[tuple[Column, ...], list[tuple[str
 
 
 def lengths(bar: Bar, width: int) -> list[int]:
-    """Characters for each part of a bar; one where there is more than a tenth of one."""
+    """Characters for each part of a bar; at least one where it has more than a tenth of one."""
     ends, total = [0], 0
     for part in bar.parts:
         total += part.bytes
@@ -202,7 +201,7 @@ def lengths(bar: Bar, width: int) -> list[int]:
 
 
 def position(mark: int, bar: Bar, width: int) -> int:
-    """The character at which a mark of so many bytes stands."""
+    """The character position of a mark, given in bytes."""
     return min(round(width * mark / bar.whole), width - 1)
 
 
@@ -235,7 +234,7 @@ def _least(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """As wide as the cells; where that is too much, the widest column that may shrinks first."""
+    """Widths of the cells; if too wide in all, the widest column that may shrinks first."""
     widths, least = _natural(columns, rows), _least(columns, rows)
     while sum(widths) + 2 * len(widths) > width:
         able = [k for k in range(len(widths)) if widths[k] > least[k]]
@@ -275,7 +274,7 @@ def _bar(bar: Bar, width: int) -> str:
 
 
 def flowed(items: Sequence[str], width: int) -> list[str]:
-    """The items side by side, in as many lines as it takes."""
+    """The items side by side, wrapped into lines."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 3 + len(item) <= width:

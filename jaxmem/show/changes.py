@@ -1,8 +1,9 @@
-"""How the difference of two reports reads: one line, and below it what explains the line."""
+"""The page for the difference of two reports: one line, and the changes that explain it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jaxmem._util.text import arrow, size
 from jaxmem.show.blocks import Block, Column, Line, Remark, Style, Table
 from jaxmem.show.content import full_name
 from jaxmem.show.words import (
@@ -15,84 +16,22 @@ from jaxmem.show.words import (
     typed,
     typed_change,
 )
-from jaxmem.text import size
 
 if TYPE_CHECKING:
-    from jaxmem.difference import BufferChange, Difference
     from jaxmem.hlo.buffers import Buffer
-    from jaxmem.report import MemoryReport
-
-NUMBERS = (
-    "required_bytes",
-    "argument_bytes",
-    "output_bytes",
-    "alias_bytes",
-    "temp_bytes",
-    "host_bytes",
-    "on_chip_bytes",
-    "peak_bytes",
-    "flops",
-    "bytes_moved",
-    "matmul_flops",
-    "recompute_overhead",
-    "estimated_seconds",
-)
+    from jaxmem.report.changes import BufferChange
+    from jaxmem.report.report import Difference
 
 _MOST = 10
 
 # ---------------------------------------------------------------- API
 
 
-def headline(after: "MemoryReport", before: "MemoryReport") -> str:
-    """What it comes to, in one line: "needs 3.2 GiB less (41.0 → 37.8 GiB)"."""
-    less = after.required_bytes - before.required_bytes
-    text = f"needs the same ({size(after.required_bytes)})"
-    if less:
-        sizes = arrow(before.required_bytes, after.required_bytes)
-        text = f"needs {size(abs(less))} {'less' if less < 0 else 'more'} ({sizes})"
-    if before.fits != after.fits and after.fits is not None and before.fits is not None:
-        text += ": now fits" if after.fits else ": no longer fits"
-    return text
-
-
-def arrow(before: int, after: int) -> str:
-    """Two sizes, the unit once where it is one, and one size where they read alike.
-
-    >>> arrow(41 * 2**30, 38 * 2**30), arrow(2**20, 2**30), arrow(2**30, 2**30 + 1)
-    ('41.0 → 38.0 GiB', '1.0 MiB → 1.0 GiB', '1.0 GiB')
-    """
-    first, second = size(before), size(after)
-    if first == second:
-        return first
-    number, _, unit = first.partition(" ")
-    return f"{number if second.endswith(f' {unit}') else first} → {second}"
-
-
-def warnings(after: "MemoryReport", before: "MemoryReport") -> Iterator[str]:
-    """Why the two may not be compared."""
-    if after.target != before.target:
-        yield f"the targets differ: {before.target} → {after.target}"
-    if after.devices != before.devices:
-        yield f"the numbers of devices differ: {before.devices} → {after.devices}"
-    if after.source != before.source:
-        yield f"the sources differ: {before.source} → {after.source}"
-    for what, new, old in (
-        ("versions", after.versions, before.versions),
-        ("flags", after.flags, before.flags),
-    ):
-        names = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
-        if names:
-            changed = ", ".join(
-                f"{name} {old.get(name, 'not set')} → {new.get(name, 'not set')}" for name in names
-            )
-            yield f"the {what} differ: {changed}"
-
-
 def page(difference: "Difference") -> list[Block]:
-    """The headline, then what explains it, largest first, then what makes it doubtful."""
+    """The headline, then the changes that explain it, largest first, then warnings."""
     less = difference.required_bytes
     style: Style = "good" if less < 0 else "bad" if less > 0 else ""
-    blocks: list[Block] = [Line(headline(difference.after, difference.before), style)]
+    blocks: list[Block] = [Line(difference.headline, style)]
     for table in (
         _parts(difference),
         _arguments(difference),
@@ -109,13 +48,13 @@ def page(difference: "Difference") -> list[Block]:
 
 
 def signed(count: int) -> str:
-    """A change in bytes, for a reader: more has a plus."""
+    """A change in bytes as text, with its sign."""
     return f"+{size(count)}" if count > 0 else size(count)
 
 
 def _parts(d: "Difference") -> Table:
     rows = []
-    for what, name, sign, beside in (
+    for what, name, sign, extra in (
         ("temporaries", "temp_bytes", 1, False),
         ("arguments", "argument_bytes", 1, False),
         ("outputs", "output_bytes", 1, False),
@@ -124,11 +63,11 @@ def _parts(d: "Difference") -> Table:
         ("on-chip", "on_chip_bytes", 1, True),
     ):
         change = sign * getattr(d, name)
-        # A word of bookkeeping more or less on a chip explains nothing.
-        if change and not (beside and abs(change) < 1024):
+        # A few bytes of bookkeeping on a chip explain nothing.
+        if change and not (extra and abs(change) < 1024):
             was, now = sign * getattr(d.before, name), sign * getattr(d.after, name)
-            words = arrow(was, now) + ", not part of the sum" * beside
-            rows.append((beside, -abs(change), (signed(change), what, words)))
+            words = arrow(was, now) + ", not part of the sum" * extra
+            rows.append((extra, -abs(change), (signed(change), what, words)))
     cells = tuple(row for *_, row in sorted(rows))
     return Table("from", (Column(right=True), Column(), Column(least=12, style="dim")), cells)
 
@@ -152,7 +91,7 @@ def _arguments(d: "Difference") -> Table:
 
 
 def _buffers(d: "Difference") -> Table:
-    # Arguments have a table of their own.
+    # Arguments are in a separate table.
     found = [change for change in d.buffers if change.buffer.kind != "argument"]
     rows = [
         (
@@ -173,7 +112,7 @@ def _buffers(d: "Difference") -> Table:
         Column(least=12),
         Column(least=8, cut=cut_source, style="dim"),
     )
-    return Table("alive at the peak", columns, tuple(rows), optional=4)
+    return Table("live at the peak", columns, tuple(rows), optional=4)
 
 
 def _named(change: "BufferChange") -> str:
@@ -182,7 +121,7 @@ def _named(change: "BufferChange") -> str:
 
 
 def _types(change: "BufferChange") -> str:
-    """The type of the buffers, all alike on either side, and how it changed."""
+    """The type of the buffers, which each report has in one shape, and how it changed."""
     counts = len(change.before), len(change.after)
     before, after = (_type_of(side) for side in (change.before, change.after))
     if before == after:
@@ -217,4 +156,4 @@ def _work(d: "Difference") -> Table:
             if word(was) != word(now):
                 rows.append((relative, what, f"{word(was)} → {word(now)}"))
     columns = (Column(right=True), Column(), Column(least=12, style="dim"))
-    return Table("work of one call", columns, tuple(rows))
+    return Table("operations of one call", columns, tuple(rows))

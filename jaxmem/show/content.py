@@ -1,32 +1,32 @@
-"""What is shown of a report, and in which order, for every medium alike."""
+"""What is shown of a report, and in which order, in every medium."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from jaxmem._util.text import size
 from jaxmem.show.blocks import Bar, Block, Column, Line, Part, Remark, Style, Table
 from jaxmem.show.words import clean, cut_source, flops, seconds, share, signed_share, typed
-from jaxmem.text import size
 
 if TYPE_CHECKING:
     from jaxmem.hlo.buffers import Buffer
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.report import MemoryReport
 
 # ---------------------------------------------------------------- types
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A row of what is alive at the peak: buffers that are alike, or a group of arguments.
+    """A row of what is live at the peak: equal buffers, or a group of arguments.
 
     Attributes:
       bytes: of all of them.
       count: how many.
       type: such as "bf16[24,8]"; how many leaves, for arguments.
-      name: what it is, its module before it.
+      name: of the value, after that of its module.
       source: the line of the user's code.
-      kind: as of a buffer.
-      place: likewise.
+      kind: that of the buffer.
+      place: that of the buffer.
     """
 
     bytes: int
@@ -42,7 +42,7 @@ class Item:
 
 
 def page(report: "MemoryReport", most: int = 10) -> list[Block]:
-    """A report as blocks, the verdict first; `most` rows of what is alive at the peak."""
+    """A report as blocks, the verdict first; `most` rows of what is live at the peak."""
     blocks: list[Block] = [
         Line(clean(report.verdict), verdict_style(report), is_verdict=True),
         bar(report),
@@ -56,7 +56,7 @@ def page(report: "MemoryReport", most: int = 10) -> list[Block]:
 
 
 def tables(report: "MemoryReport", most: int) -> Iterator[Table]:
-    """What the memory is taken by, and the work."""
+    """What takes the memory, and the operations."""
     groups = argument_groups(report)
     if groups:
         yield Table(
@@ -69,7 +69,7 @@ def tables(report: "MemoryReport", most: int) -> Iterator[Table]:
         yield peak_table(items, most)
     rows = tuple(work(report))
     if rows:
-        yield Table("work of one call", (Column(), Column(least=20)), rows)
+        yield Table("operations of one call", (Column(), Column(least=20)), rows)
 
 
 def verdict_style(report: "MemoryReport") -> Style:
@@ -82,12 +82,12 @@ def verdict_style(report: "MemoryReport") -> Style:
 
 
 def components(report: "MemoryReport") -> Table:
-    """The sum that makes `required_bytes`, and what stands beside it."""
+    """The terms of `required_bytes`, and figures that are not part of it."""
     devices = f" on each of {report.devices} devices" if report.devices > 1 else ""
     rows = [
         ("arguments", size(report.argument_bytes), ""),
         ("outputs", size(report.output_bytes), ""),
-        ("aliased", size(-report.alias_bytes), "results in the place of donated arguments"),
+        ("aliased", size(-report.alias_bytes), "results in the buffers of donated arguments"),
         ("temporaries", size(report.temp_bytes), ""),
         ("required", size(report.required_bytes), _of_capacity(report)),
     ]
@@ -99,7 +99,7 @@ def components(report: "MemoryReport") -> Table:
     if report.on_chip_bytes:
         rows.append(("on-chip", size(report.on_chip_bytes), "not part of the sum"))
     if report.peak_bytes is not None:
-        remark = "counted otherwise on each backend"
+        remark = "counted differently by each backend"
         rows.append(("compiler's peak", size(report.peak_bytes), remark))
     columns = (Column(), Column(right=True), Column(least=8, style="dim"))
     return Table(f"memory{devices}", columns, tuple(rows), (strong,))
@@ -134,7 +134,7 @@ def split_bar(report: "MemoryReport", most: int = 5) -> Bar:
     rest = report.temp_bytes
     inside = [i for i in at_peak(report) if i.kind == "temporary" and i.place == "device"]
     for item in inside[:most]:
-        # The slots of buffers may overlap; the bar may not.
+        # Buffers may share a slot; parts of the bar may not overlap.
         if item.bytes <= rest:
             short = item.name.rpartition("/")[2]
             parts.append(Part(f"{item.name} {item.type}", item.bytes, "temporary", short))
@@ -146,7 +146,7 @@ def split_bar(report: "MemoryReport", most: int = 5) -> Bar:
 
 
 def argument_groups(report: "MemoryReport") -> list[tuple[str, int, str]]:
-    """Name, bytes and a word on the leaves, for each first part of the arguments' paths."""
+    """Name, bytes and a remark on the leaves, grouped by the first part of the arguments' paths."""
     groups: dict[str, list[int]] = {}
     for path, count in report.arguments.items():
         groups.setdefault(clean(path.partition("/")[0]), []).append(count)
@@ -161,7 +161,7 @@ def argument_groups(report: "MemoryReport") -> list[tuple[str, int, str]]:
 
 
 def at_peak(report: "MemoryReport") -> list[Item]:
-    """What is alive at the peak, largest first: arguments by the first part of their paths."""
+    """What is live at the peak, largest first: arguments by the first part of their paths."""
     groups: dict[tuple[str, ...], list[Buffer]] = {}
     for buffer in report.buffers:
         if buffer.kind == "argument":
@@ -172,8 +172,8 @@ def at_peak(report: "MemoryReport") -> list[Item]:
     return sorted(map(_item, groups.values()), key=lambda item: -item.bytes)
 
 
-def _item(alike: "Sequence[Buffer]") -> Item:
-    first, many = alike[0], len(alike)
+def _item(group: "Sequence[Buffer]") -> Item:
+    first, many = group[0], len(group)
     is_argument = first.kind == "argument"
     what, name = typed(first.dtype, first.shape), full_name(first)
     if many > 1:
@@ -181,7 +181,7 @@ def _item(alike: "Sequence[Buffer]") -> Item:
     if is_argument:
         name = first.name.partition("/")[0] if many > 1 else first.name
     return Item(
-        bytes=sum(buffer.bytes for buffer in alike),
+        bytes=sum(buffer.bytes for buffer in group),
         count=many,
         type=clean(what),
         name=clean(name),
@@ -192,7 +192,7 @@ def _item(alike: "Sequence[Buffer]") -> Item:
 
 
 def full_name(buffer: "Buffer") -> str:
-    """A buffer's name with its module before it."""
+    """A buffer's name, prefixed with its module."""
     if not buffer.module or buffer.name.startswith(buffer.module):
         return buffer.name or buffer.instruction
     return f"{buffer.module}/{buffer.name or buffer.instruction}"
@@ -212,7 +212,7 @@ def peak_table(items: Sequence[Item], most: int) -> Table:
         rows.append(
             (size(sum(i.bytes for i in rest)), f"{sum(i.count for i in rest)} more", "", "")
         )
-    return Table("alive at the peak", columns, tuple(rows), optional=3)
+    return Table("live at the peak", columns, tuple(rows), optional=3)
 
 
 def _placed(item: Item) -> str:
@@ -230,8 +230,8 @@ def work(report: "MemoryReport") -> Iterator[tuple[str, str]]:
     if report.matmul_flops is not None and (report.matmul_flops or report.model_matmul_flops):
         yield "matrix products", f"{flops(report.matmul_flops)} in the compiled program"
     if report.recompute_overhead is not None:
-        again = signed_share(report.recompute_overhead)
-        yield "recomputation", f"{again} matrix products over the model's own"
+        overhead = signed_share(report.recompute_overhead)
+        yield "recomputation", f"{overhead} matmul FLOPs over the model's"
     if report.bytes_moved is not None:
         yield "memory traffic", f"{size(report.bytes_moved)} (estimate)"
     if report.estimated_seconds is not None:
@@ -239,7 +239,7 @@ def work(report: "MemoryReport") -> Iterator[tuple[str, str]]:
 
 
 def origin(report: "MemoryReport") -> str:
-    """Where the numbers are from: the last line of a report."""
+    """The source of the numbers: the last line of a report."""
     device = f" ({report.device})" if report.device != report.target else ""
     took = "from the cache" if report.cached else f"in {seconds(report.compile_seconds)}"
     parts = [f"{report.source} for {report.target}{device} {took}", _pairs(report.versions, " ")]

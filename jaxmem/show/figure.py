@@ -1,7 +1,7 @@
-"""What all pictures share: a figure of one's own, colours, sizes in bytes along an axis, writing.
+"""What all pictures share: figures, colours, sizes in bytes along an axis, writing.
 
-Only matplotlib's objects are used and never `pyplot`, so that a script's own
-figures, its backend and its settings are left as they are.
+Only matplotlib's objects are used and never `pyplot`, so that a script's
+figures, backend and settings are not changed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem.files import write_whole
+from jaxmem._util.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ BAD = "#b3261e"
 
 
 def check_path(path: str | os.PathLike[str] | None) -> Path | None:
-    """Where to write a picture, known before it is drawn.
+    """The path of a picture, checked before it is drawn.
 
     Raises:
       ValueError: it ends neither in .png nor in .svg.
@@ -35,7 +35,7 @@ def check_path(path: str | os.PathLike[str] | None) -> Path | None:
     path = Path(path)
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(
-            f"a picture is written as PNG or SVG, by the ending of its name; got {str(path)!r}; "
+            f"a picture is written as PNG or SVG, by the suffix of its name; got {str(path)!r}; "
             f"pass {str(path.with_suffix('.png'))!r}"
         )
     return path
@@ -43,7 +43,7 @@ def check_path(path: str | os.PathLike[str] | None) -> Path | None:
 
 @contextlib.contextmanager
 def matplotlib_defaults() -> Iterator[None]:
-    """While open, matplotlib draws as it does out of the box, whatever style is set outside.
+    """While open, matplotlib draws with its default style, whatever style is set outside.
 
     Raises:
       ImportError: it is not installed.
@@ -56,7 +56,7 @@ def matplotlib_defaults() -> Iterator[None]:
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # The same picture is the same file, each time.
+        # The same picture gives the same bytes each time.
         matplotlib.rcParams["svg.hashsalt"] = "jaxmem"
         yield
 
@@ -76,13 +76,13 @@ def new_figure(width: float, height: float, dpi: int) -> "Figure":
 
 
 def write(figure: "Figure", path: Path | None) -> None:
-    """Write it as PNG or SVG; the file is there whole or not at all."""
+    """Write it as PNG or SVG; the file is replaced atomically."""
     if path is not None:
         write_whole(path, _drawn(figure, path.suffix.lower()[1:]))
 
 
 def renderer(figure: "Figure") -> Any:
-    """What measures text: the layout must not depend on what the picture is written as."""
+    """A renderer that measures text: the layout must not depend on the format of the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = figure.canvas
@@ -91,7 +91,7 @@ def renderer(figure: "Figure") -> Any:
 
 
 def plain_axes(axes: "Axes") -> None:
-    """Without the frame that says nothing, and with quiet ticks."""
+    """Remove the top and right frame, and make the ticks unobtrusive."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -100,12 +100,12 @@ def plain_axes(axes: "Axes") -> None:
 
 
 def put(where: Any, x: float, y: float, words: str, points: float, **how: Any) -> Any:
-    """Text on a figure or on axes, in which a dollar sign is a dollar sign."""
+    """Text on a figure or on axes, in which a dollar sign does not begin mathematics."""
     return where.text(x, y, words, fontsize=points, parse_math=False, **{"color": INK, **how})
 
 
 def line(figure: "Figure", xs: Sequence[float], ys: Sequence[float], colour: str) -> None:
-    """A thin line through points given in parts of the figure."""
+    """A thin line through points given as fractions of the figure."""
     from matplotlib.lines import Line2D
 
     figure.add_artist(Line2D(xs, ys, color=colour, linewidth=0.9))
@@ -120,7 +120,7 @@ def width_of(figure: "Figure", words: str, points: float) -> float:
 
 
 def unit_of(largest: float) -> tuple[float, str]:
-    """Bytes of the unit in which this number is readable, and its name.
+    """Bytes of the unit in which this number is readable, and the unit's name.
 
     >>> unit_of(3 * 2**30), unit_of(0)
     ((1073741824.0, 'GiB'), (1.0, 'B'))

@@ -1,4 +1,4 @@
-"""A picture of a frontier: what each byte less costs in matrix work computed again."""
+"""A picture of a frontier: recomputed matmul FLOPs against required memory."""
 
 import itertools
 import os
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxmem._util.text import size
 from jaxmem.show.figure import (
     BAD,
     GREY,
@@ -20,7 +21,6 @@ from jaxmem.show.figure import (
     write,
 )
 from jaxmem.show.labels import Box, around
-from jaxmem.text import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,30 +39,30 @@ def plot_frontier(
     inches: tuple[float, float] = (8.0, 5.0),
     dpi: int = 200,
 ) -> "Figure":
-    """Draw required memory across, matrix work that is computed again upwards.
+    """Draw required memory on the x axis, recomputed matmul FLOPs on the y axis.
 
-    The line is what `jaxmem.fit` reaches at the budgets in between, or does better than: it goes
-    through the plans that no other beats.  Dominated plans are small and grey; plans that are
-    too large for the device are hollow.
+    The line joins the plans on the Pareto front; between them `jaxmem.fit` reaches the line or
+    better.  Dominated plans are small and grey; plans that are too large for the device are
+    hollow.
 
-    Args:
-      frontier: of at least one plan whose matrix work is known.
-      path: where to write it, as PNG or SVG by its ending; None for nowhere.
-      title: above the picture; by default what a little recomputation buys.
-      inches: width and height; text keeps its size.
-      dpi: dots per inch of a PNG.
+        Args:
+          frontier: of at least one plan whose matmul FLOPs are known.
+          path: where to write it, as PNG or SVG by its suffix; None to not write it.
+          title: above the picture; by default the memory saved for little recomputation.
+          inches: width and height; text keeps its size.
+          dpi: dots per inch of a PNG.
 
-    Raises:
-      ImportError: matplotlib is not installed; says what to type.
-      ValueError: the matrix work of no plan is known, or the file is neither PNG nor SVG.
+        Raises:
+          ImportError: matplotlib is not installed; the message says how to install it.
+          ValueError: the matmul FLOPs of no plan are known, or the file is neither PNG nor SVG.
     """
     file = check_path(path)
     known = [point for point in frontier.points if point.recompute_overhead is not None]
     if not known:
         raise ValueError(
-            "the matrix work of no plan is known (the step has no matrix products, or its compiler "
-            "gave no text of the program), so there is nothing to draw against memory; "
-            "str(frontier) has what is known"
+            "the matmul FLOPs of no plan are known (the step has no matrix products, or its "
+            "compiler gave no text of the program), so there is nothing to draw against memory; "
+            "str(frontier) lists what is known"
         )
     with matplotlib_defaults():
         figure = new_figure(*inches, dpi)
@@ -72,21 +72,21 @@ def plot_frontier(
         axes.set_title(words, loc="left", fontsize=10.5, fontweight="bold", parse_math=False)
         _draw(frontier, known, axes)
         if left_out:
-            words = f"not drawn: {left_out} too large for the compiler to say their matrix work"
+            words = f"not drawn: {left_out} plans too large to compile, matmul FLOPs unknown"
             put(figure, 0.015, 0.02, words, 8, color=GREY)
         write(figure, file)
     return figure
 
 
 def bargain(frontier: "Frontier") -> str:
-    """One line: how far the memory comes down for at most a twentieth more matrix work."""
+    """One line: the memory saved for at most a twentieth extra matmul FLOPs."""
     most = max(frontier.points, key=lambda point: point.required_bytes)
     cheap = [p for p in frontier.points if (p.recompute_overhead or 0) <= 0.05]
     best = min(cheap or [most], key=lambda point: point.required_bytes)
     if best is most:
         return f"memory against recomputation on {frontier.target}"
     share = 100 * (best.recompute_overhead or 0)
-    work = f"for {share:.1f} % more matrix work" if share >= 0.05 else "at no more matrix work"
+    work = f"for {share:.1f} % extra matmul FLOPs" if share >= 0.05 else "for no extra matmul FLOPs"
     return (
         f"{frontier.target}: {size(most.required_bytes)} become {size(best.required_bytes)} {work}"
     )
@@ -100,12 +100,12 @@ _OURS = "#0072B2"
 def memory_axes(
     axes: "Axes", memory: Any, work: Any, capacity: int | None, each: str = ""
 ) -> float:
-    """Axes for bytes across and percents upwards, with room for labels; the bytes of the unit.
+    """Axes for bytes (x) and percent (y), with room for labels; and the bytes of the unit.
 
     Args:
       memory: bytes.
       work: percents.
-      capacity: of the device; a line where it is not far beyond.
+      capacity: of the device; drawn as a line unless it is far beyond the data.
       each: " per device", where there are several.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -128,7 +128,7 @@ def memory_axes(
     top = max(*work, 5.0)
     axes.set_ylim(-0.05 * top, 1.12 * top)
     axes.set_xlabel(f"required memory{each} ({name})", fontsize=9.5)
-    axes.set_ylabel("matrix work computed again, % of the model's", fontsize=9.5)
+    axes.set_ylabel("recomputed matmul FLOPs, % of the model's", fontsize=9.5)
     if near and capacity:
         axes.axvspan(capacity / unit, axes.get_xlim()[1], color=BAD, alpha=0.05, lw=0)
         axes.axvline(capacity / unit, color=BAD, lw=1.2)
@@ -139,7 +139,7 @@ def memory_axes(
 
 
 def stairs(axes: "Axes", front: list[tuple[float, float]]) -> list[Box]:
-    """The line of a front, and what labels keep off, in pixels.
+    """Draw the line of a front; return the boxes that labels must avoid, in pixels.
 
     Args:
       front: memory, in the axes' unit, and work; in any order.
@@ -162,7 +162,7 @@ def label(
     taken: list[Box],
     colours: list[str] | None = None,
 ) -> None:
-    """Words beside their points, on nothing else; a thin line to those that had to move away."""
+    """Label points without overlaps; a thin line joins a distant label to its point."""
     figure: Any = axes.figure
     draw, pixel = renderer(figure), figure.dpi / 72
     places = [tuple(place) for place in axes.transData.transform(np.array(points))]

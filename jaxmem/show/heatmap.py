@@ -1,12 +1,13 @@
-"""A picture of policy × batch: how much of the capacity each takes, and what fits.
+"""A picture of policy × batch: the share of the capacity that each needs, and what fits.
 
-Whether it fits is written in each cell, and hatching says it once more, so that
-nobody has to tell colours apart.
+Whether it fits is written in each cell and also shown by hatching, so that no
+reader depends on colours.
 """
 
 import os
 from typing import TYPE_CHECKING, Any
 
+from jaxmem._util.text import size
 from jaxmem.show.figure import (
     BAD,
     GREY,
@@ -18,14 +19,13 @@ from jaxmem.show.figure import (
 )
 from jaxmem.show.table import axes_of
 from jaxmem.show.words import clean, cut, share
-from jaxmem.text import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jaxmem.compare import Comparison
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.compare import Comparison
+    from jaxmem.report.report import MemoryReport
 
 # ---------------------------------------------------------------- API
 
@@ -40,12 +40,12 @@ def plot_heatmap(
 
     Args:
       comparison: of reports by (policy, batch).  Where the capacity is unknown, cells
-        have sizes only, and are coloured by the largest.
-      path: where to write it, as PNG or SVG by its ending; None for nowhere.
+        show sizes only, coloured relative to the largest.
+        path: where to write it, as PNG or SVG by its suffix; None to not write it.
       dpi: dots per inch of a PNG.
 
     Raises:
-      ImportError: matplotlib is not installed; says what to type.
+      ImportError: matplotlib is not installed; the message says how to install it.
       ValueError: the keys are not pairs, or the file is neither PNG nor SVG.
     """
     file = check_path(path)
@@ -80,12 +80,12 @@ def _colours() -> Any:
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
 
-    # One hue, lighter to darker: the same order for every eye, and black text on most of it.
+    # One hue, lighter to darker: ordered for colour-blind readers too, and black text is legible.
     return LinearSegmentedColormap.from_list("need", colormaps["Blues"]([0.06, 0.35, 0.62, 0.85]))
 
 
 def _whole(comparison: "Comparison") -> int:
-    """What 100 % stands for."""
+    """The bytes of 100 %."""
     largest = max(report.required_bytes for report in comparison.reports.values())
     return comparison.capacity_bytes or largest or 1
 
@@ -174,7 +174,7 @@ def _key(comparison: "Comparison", figure: "Figure", axes: "Axes") -> None:
 def _notes(comparison: "Comparison") -> str:
     reports = comparison.reports.values()
     if comparison.capacity_bytes is None:
-        return "the capacity is unknown, so that nothing is said to fit"
+        return "the capacity is unknown, and so is what fits"
     notes = ["✓ fits    ✗ does not fit"]
     default = next((r.default_capacity_bytes for r in reports if r.default_capacity_bytes), None)
     if default and any(report.fits and report.fits_by_default is False for report in reports):

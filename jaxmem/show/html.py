@@ -1,34 +1,34 @@
 """A report in a notebook: one fragment of HTML with a bar in SVG.
 
-Styles are inline, there are no scripts and nothing is fetched, so that it stays
-alive in a saved notebook.  Colours of text are inherited: light and dark pages
-both are readable.
+Styles are inline, there are no scripts and nothing is fetched, so that it works
+in a saved notebook.  Text colours are inherited, so that it is readable on light
+and dark pages.
 """
 
 from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
+from jaxmem._util.text import size
 from jaxmem.show.blocks import Bar, Block, Column, Kind, Line, Part, Remark, Style, Table
 from jaxmem.show.content import page, split_bar
 from jaxmem.show.words import cut, share
-from jaxmem.text import size
 
 if TYPE_CHECKING:
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.report import MemoryReport
 
 # ---------------------------------------------------------------- API
 
 
 def html(report: "MemoryReport", most: int = 20) -> str:
-    """A report as HTML, with `most` rows of what is alive at the peak."""
+    """A report as HTML, with `most` rows of what is live at the peak."""
     finer = split_bar(report)
     blocks = [finer if isinstance(block, Bar) else block for block in page(report, most)]
-    return fragment(blocks, opened=("alive at the peak",))
+    return fragment(blocks, opened=("live at the peak",))
 
 
 def fragment(blocks: Iterable[Block], opened: Iterable[str] = ()) -> str:
-    """Blocks as one element; tables are folded, except those whose titles are in `opened`."""
+    """Blocks as one element; tables are collapsed, except those whose titles are in `opened`."""
     parts = []
     for block in blocks:
         match block:
@@ -55,7 +55,7 @@ def colours(parts: Iterable[Part]) -> list[str]:
     return found
 
 
-# Told apart without colour vision too: by lightness within a hue, and blue from orange.
+# Distinct for colour-blind readers too: lightness within a hue, and blue against orange.
 SHADES: dict[Kind, tuple[str, ...]] = {
     "argument": ("#2f64a8", "#4f83c4", "#769fd6", "#a1bfe6"),
     "output": ("#2a8c82",),
@@ -96,7 +96,7 @@ _DASHES = ' stroke-dasharray="3 2"'
 
 
 def _svg(bar: Bar) -> str:
-    """The bar; widths in units of the view box, of which the page makes pixels."""
+    """The bar; widths in units of the view box, which the page scales to pixels."""
     scale = _WIDTH / bar.whole
     top = 20 if bar.marks else 2
     shapes = [

@@ -1,4 +1,4 @@
-"""Where labels go, so that none lies on another: along a line, in rows, around points."""
+"""Placement of labels without overlaps: along a line, in rows, around points."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 
 def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
-    """Centres along a line, in the same order, as near to the wanted ones as can be.
+    """Centres along a line, in the same order, as near as possible to the wanted ones.
 
-    Args:
-      wanted: centres, rising.
-      sizes: how long each label is along the line.
-      low, high: the ends; labels stand beyond `high` only if all do not fit between.
+        Args:
+          wanted: centres, rising.
+          sizes: how long each label is along the line.
+          low, high: the ends; labels lie beyond `high` only if they do not all fit between.
 
-    The sum of squared shifts is least (pool adjacent violators), before the ends
-    are minded.
+    Minimises the sum of squared shifts (pool adjacent violators), then shifts what lies
+    beyond an end.
 
-    >>> spread([0.0, 1.0], [4.0, 4.0], -10.0, 10.0)
-    [-1.5, 2.5]
+        >>> spread([0.0, 1.0], [4.0, 4.0], -10.0, 10.0)
+        [-1.5, 2.5]
     """
     if not wanted:
         return []
@@ -40,7 +40,7 @@ def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: fl
 
 
 def rows(spans: Sequence[tuple[float, float]], gap: float) -> list[int]:
-    """The lowest row for each span in which it meets no earlier one.
+    """The lowest row for each span in which it overlaps no earlier one.
 
     >>> rows([(0, 10), (5, 8), (20, 30)], gap=1)
     [0, 1, 0]
@@ -69,19 +69,19 @@ def around(
     radius: float = 6.0,
     pixel: float = 1.0,
 ) -> list[tuple[float, float]]:
-    """The centre of a label for each point, near to it and on nothing else.
+    """The centre of a label for each point, near to it and covering nothing.
 
     Args:
       points: in pixels.
       sizes: width and height of each label.
       inside: where all labels must lie.
-      taken: what they must not cover, besides the points and one another.
-      radius: of a point, with some air.
-      pixel: pixels of a point of the printer's, by which distances grow.
+      taken: what they must not cover, in addition to the points and each other.
+      radius: of a point, with a margin.
+      pixel: pixels per typographic point, the step by which distances grow.
     """
     obstacles = [*taken, *((x - radius, y - radius, x + radius, y + radius) for x, y in points)]
     boxes: list[Box | None] = [None] * len(points)
-    # Those in a crowd choose first: they have the least choice.
+    # Points with many neighbours choose first: they have the fewest free places.
     cloud = np.asarray(points, float).reshape(-1, 2)
     distance = np.hypot(*(cloud[:, None] - cloud[None]).transpose(2, 0, 1))
     crowded = np.sort(distance, axis=1)[:, :4].sum(axis=1)
@@ -115,7 +115,7 @@ _SIDES = (
 
 
 def _common(a: Box, b: Box) -> float:
-    """Pixels that two boxes share."""
+    """Pixels in which two boxes overlap."""
     across = min(a[2], b[2]) - max(a[0], b[0])
     along = min(a[3], b[3]) - max(a[1], b[1])
     return max(across, 0.0) * max(along, 0.0)

@@ -1,4 +1,4 @@
-"""The loops of a program above the picture of its memory: brackets with names, in rows."""
+"""The loops of a program above the plot of its memory: brackets with names, in rows."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from jaxmem.hlo.buffers import Loop, Timeline
 
-# Parts of the height of a figure.
+# Fractions of the height of a figure.
 ROW = 0.045
 
 _MOST_LOOPS, _MOST_ROWS = 12, 3
@@ -26,7 +26,7 @@ def rows_needed(figure: "Figure", axes: "Axes", timeline: "Timeline") -> int:
 
 
 def draw_loops(figure: "Figure", axes: "Axes", timeline: "Timeline") -> None:
-    """Shade each loop, and name it above the axes with how often it runs."""
+    """Shade each loop, and write its name and trip count above the axes."""
     box = axes.get_window_extent()
     scale = box.width / max(timeline.length, 1)
     width, height = figure.bbox.width, figure.bbox.height
@@ -45,9 +45,9 @@ def draw_loops(figure: "Figure", axes: "Axes", timeline: "Timeline") -> None:
 def _placed(
     figure: "Figure", axes: "Axes", timeline: "Timeline"
 ) -> "list[tuple[Loop, str, float, int]]":
-    """The loops with their words, where those stand across, in pixels, and in which row.
+    """The loops with their labels, the labels' positions along x in pixels, and their rows.
 
-    Inner ones have the lower rows; what finds no place in the rows is left out.
+    Inner loops have the lower rows; labels for which no row has room are omitted.
     """
     loops = sorted(timeline.loops, key=lambda loop: loop.start - loop.end)[:_MOST_LOOPS]
     loops.sort(key=lambda loop: (loop.end - loop.start, loop.start))
@@ -66,7 +66,7 @@ def _placed(
 
 
 def _words(loop: "Loop", points: float) -> str:
-    """Name and number of runs, for a place so wide."""
+    """Name and trip count, shortened to a width in points."""
     times = "?" if loop.trip_count is None else loop.trip_count
     name = clean(loop.name)
     return f"{cut(name, max(int(points / 5) - 4, 8))} × {times}" if name else f"× {times}"

@@ -1,6 +1,6 @@
-"""A picture of live memory along a program, with what is alive at the peak beside it.
+"""A picture of live memory along a program, next to a bar of what is live at the peak.
 
-Both share the axis of bytes: the bar of the peak stands as high as the peak.
+Both share the axis of bytes: the bar is as high as the peak.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxmem.show.beside import draw_beside, pieces
+from jaxmem._util.text import size
 from jaxmem.show.figure import (
     BAD,
     GREY,
@@ -28,15 +28,15 @@ from jaxmem.show.figure import (
 from jaxmem.show.html import SHADES
 from jaxmem.show.labels import spread
 from jaxmem.show.loops import ROW, draw_loops, rows_needed
+from jaxmem.show.peak import draw_beside, pieces
 from jaxmem.show.words import clean, cut
-from jaxmem.text import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from jaxmem.hlo.buffers import Timeline
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.report import MemoryReport
 
 # ---------------------------------------------------------------- API
 
@@ -52,17 +52,17 @@ def plot_report(
     """Draw the live bytes along the program, and name the largest buffers of the peak.
 
     Args:
-      report: of a program whose compiler told what is alive when.
-      path: where to write it, as PNG or SVG by its ending; None for nowhere.
+      report: of a program whose compiler gave a timeline of live buffers.
+      path: where to write it, as PNG or SVG by its suffix; None to not write it.
       most: how many buffers to name.
       inches: width and height; text keeps its size.
       dpi: dots per inch of a PNG.
 
     Returns:
-      The figure, which `savefig` writes elsewhere and a notebook shows.
+      The figure, for `savefig` or for a notebook to display.
 
     Raises:
-      ImportError: matplotlib is not installed; says what to type.
+      ImportError: matplotlib is not installed; the message says how to install it.
       ValueError: the report has no timeline, or the file is neither PNG nor SVG.
     """
     file = check_path(path)
@@ -70,7 +70,7 @@ def plot_report(
         raise ValueError(
             f"the report for {report.target} has no timeline to draw: the compiler gave no list "
             "of live buffers, as when it refuses a program that is too large, and a row of a sweep "
-            "does not keep it; report.required_bytes and str(report) have the sums"
+            "does not hold it; report.required_bytes and str(report) have the sums"
         )
     with matplotlib_defaults():
         figure = new_figure(*inches, dpi)
@@ -158,7 +158,7 @@ class _Picture:
         self.axes.set_axisbelow(True)
 
     def _marks(self, highest: int) -> list[tuple[int, str, str]]:
-        """Lines across: how high, what they say, and their colour."""
+        """Horizontal lines: their height, label and colour."""
         found = []
         if abs(self.report.required_bytes - self.peak) > 0.02 * self.peak:
             required = self.report.required_bytes
@@ -204,7 +204,7 @@ class _Picture:
 
 
 def _lines_of(title: str, width: int = 108) -> list[str]:
-    """Few lines, about equally long, no number without its unit."""
+    """Wrap into few lines of similar length, with no number split from its unit."""
     whole = re.sub(r"(\d) (?=[KMGT]?i?B\b)", "\\1\N{NO-BREAK SPACE}", title)
     lines = textwrap.wrap(whole, width, max_lines=3, placeholder=" …")
     while width > 1 and len(closer := textwrap.wrap(whole, width - 1)) == len(lines):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxmem._util.text import size
 from jaxmem.show.figure import (
     BAD,
     GREY,
@@ -21,13 +22,12 @@ from jaxmem.show.figure import (
 from jaxmem.show.labels import Box, around
 from jaxmem.show.table import name_of
 from jaxmem.show.words import clean, cut
-from jaxmem.text import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jaxmem.compare import Comparison
+    from jaxmem.report.compare import Comparison
 
 # ---------------------------------------------------------------- API
 
@@ -39,27 +39,27 @@ def plot_comparison(
     inches: tuple[float, float] = (8.0, 5.0),
     dpi: int = 200,
 ) -> "Figure":
-    """Draw each report as a point: memory across, recomputed matrix work upwards.
+    """Draw each report as a point: memory on the x axis, recomputed matmul FLOPs on the y axis.
 
     Filled points fit, hollow ones do not; a line joins those on the Pareto front,
-    for each batch by itself where keys are pairs.
+    separately for each batch where keys are pairs.
 
-    Args:
-      comparison: of reports of which at least one knows its matrix work.
-      path: where to write it, as PNG or SVG by its ending; None for nowhere.
-      inches: width and height; text keeps its size.
-      dpi: dots per inch of a PNG.
+        Args:
+          comparison: of reports, at least one of them with known matmul FLOPs.
+          path: where to write it, as PNG or SVG by its suffix; None to not write it.
+          inches: width and height; text keeps its size.
+          dpi: dots per inch of a PNG.
 
-    Raises:
-      ImportError: matplotlib is not installed; says what to type.
-      ValueError: no report knows its matrix work, or the file is neither PNG nor SVG.
+        Raises:
+          ImportError: matplotlib is not installed; the message says how to install it.
+          ValueError: the matmul FLOPs of no report are known, or the file is neither PNG nor SVG.
     """
     file = check_path(path)
     keys = [key for key, report in comparison.reports.items() if report.matmul_flops is not None]
     if not keys:
         raise ValueError(
-            "no report knows the matrix work of its compiled program, so there is nothing to draw "
-            "against memory (a program that the compiler refuses has none); str(comparison) has "
+            "the matmul FLOPs of no compiled program are known, so there is nothing to draw "
+            "against memory (a program that the compiler refuses has none); str(comparison) lists "
             "what is known"
         )
     with matplotlib_defaults():
@@ -69,7 +69,7 @@ def plot_comparison(
         _draw(comparison, keys, axes)
         if left_out:
             names = ", ".join(name_of(k) for k in comparison.reports if k not in keys)
-            words = cut(f"not drawn, as their matrix work is not known: {names}", 120)
+            words = cut(f"not drawn, matmul FLOPs unknown: {names}", 120)
             figure.text(0.015, 0.02, words, fontsize=8, color=GREY, parse_math=False)
         write(figure, file)
     return figure
@@ -105,7 +105,7 @@ def _draw(comparison: "Comparison", keys: list[Any], axes: "Axes") -> None:
     each = " per device" if any(report.devices > 1 for report in reports.values()) else ""
     axes.set_xlabel(f"required memory{each} ({name})", fontsize=9.5)
     axes.set_ylabel(
-        "recomputation, % of the model's matrix work" if relative else "matrix work (TFLOP)",
+        "recomputed matmul FLOPs, % of the model's" if relative else "matmul FLOPs (TFLOP)",
         fontsize=9.5,
     )
     taken = _capacity(comparison, axes, capacity, near)
@@ -137,7 +137,7 @@ def _draw(comparison: "Comparison", keys: list[Any], axes: "Axes") -> None:
 
 
 def _scale(axes: "Axes", memory: Any, work: Any, capacity: float | None) -> None:
-    """Limits with room for labels; memory by factors where it spans a wide range."""
+    """Set limits with room for labels; a logarithmic memory axis where the range is wide."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     plain_axes(axes)
@@ -163,7 +163,7 @@ def _scale(axes: "Axes", memory: Any, work: Any, capacity: float | None) -> None
 def _capacity(
     comparison: "Comparison", axes: "Axes", capacity: float | None, near: bool
 ) -> list[Box]:
-    """The line of the capacity, or a word on where it lies; what they cover, in pixels."""
+    """Draw the capacity, or a note that it lies beyond; return the boxes covered, in pixels."""
     title = f"memory against recomputation on {comparison.target}"
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", parse_math=False, pad=22)
     if capacity is None or comparison.capacity_bytes is None:
@@ -185,7 +185,7 @@ def _capacity(
 
 
 def _stairs(axes: "Axes", best: list[tuple[float, float]]) -> list[Box]:
-    """The line of a front as boxes, in pixels, that labels keep off."""
+    """Draw the line of a front; return the boxes that labels must avoid, in pixels."""
     corners = []
     for (x, y), (x2, _) in itertools.pairwise(best):
         corners += [((x, y), (x2, y))]
@@ -237,7 +237,7 @@ def _names(
     work: Any,
     taken: list[Box],
 ) -> None:
-    """Each point's name beside it, with a thin line where it had to move away."""
+    """Label each point; a thin line joins a distant label to its point."""
     figure: Any = axes.figure
     draw, pixel = renderer(figure), figure.dpi / 72
     points = [tuple(p) for p in axes.transData.transform(np.column_stack([memory, work]))]

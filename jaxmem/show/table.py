@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
+from jaxmem._util.text import size
 from jaxmem.show.blocks import Block, Column, Line, Table
 from jaxmem.show.words import clean, flops, seconds, share, signed_share
-from jaxmem.text import size
 
 if TYPE_CHECKING:
-    from jaxmem.compare import Comparison
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.compare import Comparison
+    from jaxmem.report.report import MemoryReport
 
 # ---------------------------------------------------------------- API
 
 
 def page(comparison: "Comparison") -> list[Block]:
-    """How many fit, one row for each report, and the grid where keys are pairs."""
+    """How many fit, one row per report, and the grid where keys are pairs."""
     blocks: list[Block] = [Line(clean(_head(comparison)), "strong"), _rows(comparison)]
     if comparison.pairs:
         blocks.append(grid(comparison))
@@ -22,7 +22,7 @@ def page(comparison: "Comparison") -> list[Block]:
 
 
 def axes_of(comparison: "Comparison") -> tuple[list[Any], list[Any]]:
-    """Policies and batches, in the order in which they come; batches that are numbers rise."""
+    """Policies and batches in the order given; numeric batches sorted."""
     policies = list(dict.fromkeys(key[0] for key in comparison.reports))
     batches = list(dict.fromkeys(key[1] for key in comparison.reports))
     if all(isinstance(batch, int | float) for batch in batches):
@@ -31,7 +31,7 @@ def axes_of(comparison: "Comparison") -> tuple[list[Any], list[Any]]:
 
 
 def grid(comparison: "Comparison") -> Table:
-    """What each policy needs with each batch, and whether it fits."""
+    """The memory of each policy at each batch size, and whether it fits."""
     policies, batches = axes_of(comparison)
     rows = [
         (clean(str(policy)), *(_cell(comparison.reports.get((policy, batch))) for batch in batches))
@@ -46,7 +46,7 @@ def grid(comparison: "Comparison") -> Table:
 
 
 def name_of(key: Any) -> str:
-    """A key as one word: its own, or "sqrt, batch 8"."""
+    """A key as text: itself, or "sqrt, batch 8"."""
     return clean(f"{key[0]}, batch {key[1]}" if isinstance(key, tuple) else str(key))
 
 
@@ -96,8 +96,8 @@ def _rows(comparison: "Comparison") -> Table:
         Column("at least", right=True),
         Column("front"),
     )
-    each = ", of each batch by itself" if comparison.pairs else ""
-    after = f"* on the Pareto front of required memory and matrix work{each}; times are estimates"
+    each = ", separately for each batch" if comparison.pairs else ""
+    after = f"* on the Pareto front of required memory and matmul FLOPs{each}; times are estimates"
     best = tuple(k for k, key in enumerate(comparison.reports) if key in front)
     return Table("", columns, tuple(rows), strong=best, after=after)
 

@@ -5,6 +5,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from jaxmem._util.text import size
 from jaxmem.show.blocks import (
     Bar,
     Block,
@@ -21,10 +22,9 @@ from jaxmem.show.blocks import (
 )
 from jaxmem.show.blocks import plain as plain_blocks
 from jaxmem.show.content import page
-from jaxmem.text import size
 
 if TYPE_CHECKING:
-    from jaxmem.report import MemoryReport
+    from jaxmem.report.report import MemoryReport
 
 # ---------------------------------------------------------------- API
 

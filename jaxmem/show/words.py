@@ -1,4 +1,4 @@
-"""Numbers, shapes and names in words, cut to the space that there is."""
+"""Numbers, shapes and names as text, shortened to the available space."""
 
 import re
 
@@ -12,16 +12,16 @@ def flops(count: float) -> str:
     ('989 TFLOP', '19.0 kFLOP', '0 FLOP')
     """
     value, step = float(count), 0
-    # What would be rounded to 1000 belongs to the next prefix.
+    # A value that rounds to 1000 belongs to the next prefix.
     while abs(value) >= 999.5 and step + 1 < len(_PREFIXES):
         value, step = value / 1000, step + 1
-    return f"{_three(value) if step else round(value)} {_PREFIXES[step]}FLOP"
+    return f"{_three_digits(value) if step else round(value)} {_PREFIXES[step]}FLOP"
 
 
-def _three(value: float) -> str:
+def _three_digits(value: float) -> str:
     """Three digits.
 
-    >>> _three(19.0), _three(123.4)
+    >>> _three_digits(19.0), _three_digits(123.4)
     ('19.0', '123')
     """
     return f"{value:#.3g}".rstrip(".")
@@ -35,8 +35,8 @@ def seconds(time: float) -> str:
     """
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if time * scale >= 0.9995:
-            return f"{_three(time * scale)} {unit}" if time < 999.5 else f"{time:.0f} s"
-    return f"{_three(time * 1e9)} ns" if time else "0 s"
+            return f"{_three_digits(time * scale)} {unit}" if time < 999.5 else f"{time:.0f} s"
+    return f"{_three_digits(time * 1e9)} ns" if time else "0 s"
 
 
 def share(part: float, whole: float) -> str:
@@ -92,7 +92,7 @@ _SHORT = {
 
 
 def clean(text: str) -> str:
-    """`text` in one line, without what would move a terminal's cursor.
+    """`text` in one line, without terminal control characters.
 
     >>> clean("a\\nb\\x1b[31m")
     'a b?[31m'
@@ -102,7 +102,7 @@ def clean(text: str) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """`text` in at most `width` characters, its middle left out where it is longer.
+    """`text` in at most `width` characters, its middle omitted where it is longer.
 
     >>> cut("Encoder/Block_0/attention/softmax", 20)
     'Encoder/Bl…n/softmax'
@@ -116,7 +116,7 @@ def cut(text: str, width: int) -> str:
 
 
 def cut_source(text: str, width: int) -> str:
-    """The same for "file.py:12 (function)", whose line number is worth more than the function.
+    """The same for "file.py:12 (function)", where the line number matters more than the function.
 
     >>> cut_source("model.py:12 (attention)", 16)
     'model.py:12'

@@ -3,7 +3,7 @@
 `periodic` cuts a stack into equal segments, several levels deep; `revolve`
 places a fixed number of checkpoints, and `mixed` bounds what slots of tapes
 could add.  `keep` chooses what one layer keeps, `chain` what becomes of each
-link of a chain; `staged` is the slow and exact reference for one graph.  Those
+stage of a chain; `staged` is the slow and exact reference for one graph.  Those
 that load scipy are imported from their own files.  A new solver is one more
 small file.
 """

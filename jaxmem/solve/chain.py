@@ -1,29 +1,30 @@
-"""Optimal plans for a chain of links, for every budget at once.
+"""Optimal plans for a chain of stages, for every budget at once.
 
-Links that differ go through a dynamic program on memory in slots
-(`jaxmem.solve.unequal`; Beaumont et al. 2019, Zhao et al. 2023); links that are
+Stages that differ go through a dynamic program on memory in slots
+(`jaxmem.solve.unequal`; Beaumont et al. 2019, Zhao et al. 2023); stages that are
 all the same through a recurrence on their number (`jaxmem.solve.uniform`).
 Either proposes plans; each is then counted in bytes, and the best are kept.
 
 Known gap: the plans are persistent, which means that what is kept stays until
-its link is reversed.  Without that the optimum is a little better now and then.
+its stage is reversed.  Without that the optimum is a little better now and then.
 """
 
 import bisect
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from jaxmem.solve.links import (
+from jaxmem.solve.stages import (
     NO_WIDE,
-    Again,
     Carried,
     ChainPlan,
     Kept,
-    Link,
     Option,
+    Recomputed,
+    Stage,
     Steps,
     Wide,
     extra_seconds,
@@ -33,11 +34,11 @@ from jaxmem.solve.unequal import Table
 from jaxmem.solve.uniform import UniformTable
 
 __all__ = [
-    "Again",
+    "Recomputed",
     "ChainPlan",
     "ChainTable",
     "Kept",
-    "Link",
+    "Stage",
     "Option",
     "Steps",
     "peak_bytes",
@@ -74,76 +75,74 @@ class ChainTable:
 
 
 def solve_chain(
-    links: Sequence[Link], slots: int = 500, carried: Carried | None = None, wide: Wide = NO_WIDE
+    stages: Sequence[Stage], slots: int = 500, carried: Carried | None = None, wide: Wide = NO_WIDE
 ) -> ChainTable:
     """The best persistent plans for a chain, from the fewest bytes to no work done again.
 
     What is counted, and how the paper's sizes map to these, stands in
-    `jaxmem.solve.links`.  A plan never needs more than its budget.  The best is
+    `jaxmem.solve.stages`.  A plan never needs more than its budget.  The best is
     found when all sizes are multiples of some unit and the fastest plan has at
     most `slots` of it; else it is the best but for budgets being cut into
     `slots` pieces (finer ones for small budgets), some per cent of the extra
-    seconds at most.  Of more than 100 unequal links the pieces are fewer.
+    seconds at most.  Of more than 100 unequal stages the pieces are fewer.
 
     Args:
-      links: in the order in which they are evaluated; the first one's input is
+      stages: in the order in which they are evaluated; the first one's input is
         there throughout and not counted.
       slots: how finely budgets are told apart.
-      carried: `carried(i, j)`, the bytes that holding the input of link j adds
-        when that of link i < j is held (what passes through both is one array,
+      carried: `carried(i, j)`, the bytes that holding the input of stage j adds
+        when that of stage i < j is held (what passes through both is one array,
         and passes through all between); by default all of it.
-      wide: links `first`..`after`-1 as one, by (first, after): what can be kept where all
+      wide: stages `first`..`after`-1 as one, by (first, after): what can be kept where all
         of them are looked at together, and what that needs.
 
     Raises:
-      ValueError: there is no link.
+      ValueError: there is no stage.
 
     >>> option = Option(tape_bytes=3, seconds=0.0, input_bytes=1, output_bytes=1)
-    >>> link = Link(seconds=1.0, carry_bytes=1, options=(option,), gradient_bytes=1)
-    >>> table = solve_chain([link] * 10)
+    >>> stage = Stage(seconds=1.0, carry_bytes=1, options=(option,), gradient_bytes=1)
+    >>> table = solve_chain([stage] * 10)
     >>> table.frontier()[:3]
     [(4, 45.0), (5, 20.0), (6, 14.0)]
     >>> table.plan(21).seconds
     0.0
     """
-    links = tuple(links)
-    if not links:
-        raise ValueError("a chain without links has no plan: pass at least one Link")
-    if carried and all(carried(j - 1, j) >= links[j - 1].carry_bytes for j in range(1, len(links))):
-        carried = None  # nothing passes through a link, so nothing through several
+    stages = tuple(stages)
+    if not stages:
+        raise ValueError("a chain without stages has no plan: pass at least one Stage")
+    if carried and all(
+        carried(j - 1, j) >= stages[j - 1].carry_bytes for j in range(1, len(stages))
+    ):
+        carried = None  # nothing passes through a stage, so nothing through several
     carried = carried and functools.cache(carried)
     most = _PASSES * sum(
-        link.seconds + max(option.seconds for option in link.options) for link in links
+        stage.seconds + max(option.seconds for option in stage.options) for stage in stages
     )
-    return ChainTable(point for point in _found(links, slots, carried, wide) if point[1] <= most)
+    return ChainTable(point for point in _found(stages, slots, carried, wide) if point[1] <= most)
 
 
 # ---------------------------------------------------------------- implementation
 
 # Plans that take more passes than this, each with the slowest options, are left out: no one wants
-# them, and their nesting is deeper than Python's recursion.  Up to 120 equal links have none.
+# them, and their nesting is deeper than Python's recursion.  Up to 120 equal stages have none.
 _PASSES = 60
 # Small budgets get tables of their own with finer slots; so many in all.
 _RANGES = 3
 
 
-def _found(links: tuple[Link, ...], slots: int, carried: Carried | None, wide: Wide):
-    uniform = carried is None and not wide and links == links[:1] * len(links)
+def _found(stages: tuple[Stage, ...], slots: int, carried: Carried | None, wide: Wide):
+    uniform = carried is None and not wide and stages == stages[:1] * len(stages)
     if not uniform:
-        slots = max(slots * 100 // max(len(links), 100), 50)
-    options = [min(link.options, key=lambda option: option.seconds) for link in links]
-    fastest = tuple(
-        Kept(s, link.options.index(option))
-        for s, (link, option) in enumerate(zip(links, options, strict=True))
-    )
-    most = peak_bytes(fastest, links, carried)
-    yield most, extra_seconds(fastest, links), lambda: fastest
-    least = min(_least(link) for link in (*links, *wide.values()))
-    for count, unit in _grids(links, most - least, slots, carried, wide):
+        slots = max(slots * 100 // max(len(stages), 100), 50)
+    fastest = _fastest(stages, wide)
+    most = peak_bytes(fastest, stages, carried, wide)
+    yield most, extra_seconds(fastest, stages, wide), lambda: fastest
+    least = min(_least(stage) for stage in (*stages, *wide.values()))
+    for count, unit in _grids(stages, most - least, slots, carried, wide):
         if uniform:
-            table = UniformTable(links[0], len(links), count, unit, least)
+            table = UniformTable(stages[0], len(stages), count, unit, least)
         else:
-            table = Table(links, count, unit, least, carried, wide)
+            table = Table(stages, count, unit, least, carried, wide)
         bytes, seconds = table.points()
         if not np.isfinite(seconds[-1]):
             return
@@ -154,30 +153,59 @@ def _found(links: tuple[Link, ...], slots: int, carried: Carried | None, wide: W
                 yield round(bytes[m]), float(seconds[m]), functools.partial(table.steps, m)
             else:  # such a table is large: plans are read from it at once
                 steps = table.steps(m)
-                size = peak_bytes(steps, links, carried, wide)
-                yield size, extra_seconds(steps, links, wide), functools.partial(tuple, steps)
+                size = peak_bytes(steps, stages, carried, wide)
+                yield size, extra_seconds(steps, stages, wide), functools.partial(tuple, steps)
 
 
-def _grids(links, width: int, slots: int, carried: Carried | None, wide: Wide):
+def _fastest(stages: tuple[Stage, ...], wide: Wide) -> tuple[Kept, ...]:
+    """A plan of the fewest seconds, which no better one exceeds in bytes.
+
+    Several stages as one are taken only where that is faster than each by itself.
+    """
+    best: list[tuple[float, tuple[Kept, ...]]] = [(0.0, ())]
+    spans = sorted(wide, key=lambda span: span[1])
+    for after, stage in enumerate(stages, 1):
+        found = _with(best[after - 1], stage, Kept(after - 1, 0))
+        for first, last in spans:
+            if last == after:
+                other = _with(best[first], wide[first, last], Kept(first, 0, last - first))
+                found = other if other[0] < found[0] * (1 - 1e-12) else found
+        best.append(found)
+    return best[-1][1]
+
+
+def _with(
+    before: tuple[float, tuple[Kept, ...]], stage: Stage, kept: Kept
+) -> tuple[float, tuple[Kept, ...]]:
+    """A plan and its seconds, one stage longer, by that stage's fastest option."""
+    option = min(range(len(stage.options)), key=lambda k: stage.options[k].seconds)
+    seconds, steps = before
+    return (
+        seconds + stage.options[option].seconds,
+        (*steps, dataclasses.replace(kept, option=option)),
+    )
+
+
+def _grids(stages, width: int, slots: int, carried: Carried | None, wide: Wide):
     """(slots, unit) of each table, for budgets that go `width` beyond the least one."""
-    sizes = math.gcd(width, *_sizes((*links, *wide.values())), *_crossings(len(links), carried))
+    sizes = math.gcd(width, *_sizes((*stages, *wide.values())), *_crossings(len(stages), carried))
     if width <= slots * sizes:
         yield (width // sizes if sizes else 0), sizes or 1
         return
     # The finest tells half a carry apart; the others are spread evenly between.
-    carry = sum(link.carry_bytes for link in links) / len(links)
+    carry = sum(stage.carry_bytes for stage in stages) / len(stages)
     finer = max(slots * carry / 2 / width, 1e-9) ** (1 / (_RANGES - 1))
     for k in range(_RANGES):
         yield slots, width * min(finer, 0.5) ** k / slots
 
 
-def _least(link: Link) -> int:
-    """What reversing this link needs at least, with its input held by others."""
+def _least(stage: Stage) -> int:
+    """What reversing this stage needs at least, with its input held by others."""
     return min(
         option.tape_bytes
         - option.input_bytes
-        + max(link.carry_bytes - option.output_bytes, option.work_bytes)
-        for option in link.options
+        + max(stage.carry_bytes - option.output_bytes, option.work_bytes)
+        for option in stage.options
     )
 
 
@@ -186,9 +214,9 @@ def _crossings(count: int, carried: Carried | None):
         yield from (carried(i, j) for j in range(count) for i in range(j))
 
 
-def _sizes(links: Sequence[Link]):
-    for link in set(links):
-        yield from (link.carry_bytes, link.gradient_bytes, link.overhead_bytes)
-        for option in link.options:
+def _sizes(stages: Sequence[Stage]):
+    for stage in set(stages):
+        yield from (stage.carry_bytes, stage.gradient_bytes, stage.overhead_bytes)
+        for option in stage.options:
             yield from (option.tape_bytes, option.work_bytes)
             yield from (option.input_bytes, option.output_bytes)

@@ -5,10 +5,9 @@ import time
 from typing import Any
 
 import numpy as np
-from scipy import optimize, sparse
 
-from jaxmem.problem import Graph
 from jaxmem.solve.presolve import Reduced
+from jaxmem.solve.problem import Graph
 
 # ---------------------------------------------------------------- types
 
@@ -20,7 +19,7 @@ class Keep:
     Attributes:
       kept: values stored on the device, in order.
       offloaded: values sent to the host, in order.
-      again: indices of the operations computed again, in the order in which they run.
+      again: indices of the operations recomputed, in the order in which they run.
       bytes: of `kept`.
       seconds: of `again`, and of writing and reading `kept` and `offloaded`.
       gap: how much faster, relative to `seconds`, the best of so few bytes could
@@ -42,6 +41,8 @@ class Model:
     """The program of a reduced graph: columns k and h of its values, c of its operations."""
 
     def __init__(self, small: Reduced):
+        from scipy import sparse  # slow to import, and needed by planners alone
+
         self.small = small
         self.kept = sorted(small.keepable)
         self.sent = sorted(small.hostable)
@@ -104,6 +105,8 @@ class Model:
         return float(cost.max(initial=0.0)) / 1e3 or 1.0
 
     def _solve(self, cost, whole, limit=None, budget=None, gap=1e-6):
+        from scipy import optimize
+
         rows = [optimize.LinearConstraint(self.matrix, self.least)] if len(self.least) else []
         most: Any = np.ones(self.columns)
         if budget is not None:

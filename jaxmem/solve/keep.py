@@ -1,10 +1,10 @@
-"""What one layer keeps: which values to store, which to compute again, which to send away.
+"""What one layer keeps: which values to store, which to recompute, which to send away.
 
-Each value is computed again at most once, which is what a `jax.checkpoint`
+Each value is recomputed at most once, which is what a `jax.checkpoint`
 policy can say.  Dropping a value costs the whole chain of operations that lead
 to it from what is kept, not its own operation alone (charging only that is the
 known defect of knapsack planners).  With k, h, c in {0, 1} for "kept", "on the
-host" and "operation computed again":
+host" and "operation recomputed":
 
     k[v] + h[v] + c[maker of v] >= 1       for each value v that the backward reads
     k[u] + h[u] + c[maker of u] >= c[e]    for each input u of an operation e
@@ -24,9 +24,9 @@ import itertools
 import math
 import time
 
-from jaxmem.problem import Graph
 from jaxmem.solve.cover import Keep, Model
 from jaxmem.solve.presolve import reduced
+from jaxmem.solve.problem import Graph
 
 __all__ = ["Keep", "keep_within", "least_bytes", "menu", "price"]
 
@@ -39,7 +39,7 @@ def keep_within(graph: Graph, budget: int, time_limit: float = 2.0) -> Keep | No
     Solved to a relative gap of 1e-6 unless `time_limit` (seconds) comes first;
     `Keep.gap` says what was reached.
 
-    >>> from jaxmem.problem import Graph, Operation
+    >>> from jaxmem.solve.problem import Graph, Operation
     >>> chain = Graph(
     ...     bytes=(4, 4, 1),
     ...     operations=(Operation((0,), (1,), 2.0), Operation((1,), (2,), 3.0)),
@@ -64,7 +64,7 @@ def least_bytes(graph: Graph) -> int:
 
     Raises:
       ValueError: the backward pass needs a value that can neither be kept nor
-        computed again.
+        recomputed.
     """
     return _smallest(graph).bytes
 
@@ -191,7 +191,7 @@ def _impossible(graph: Graph) -> str:
     made = {v for op in graph.operations if op.seconds < math.inf for v in op.outputs}
     lost = sorted(set(range(len(graph.bytes))) - graph.free - graph.keepable - made)
     return (
-        "the backward pass needs a value that can neither be kept nor computed again; values that "
+        "the backward pass needs a value that can neither be kept nor recomputed; values that "
         "are not free, may not be kept and that no operation makes, or none that may run twice: "
         f"{lost}. Add what the backward pass needs of them to `keepable`."
     )

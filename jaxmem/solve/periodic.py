@@ -8,7 +8,7 @@ segment is sqrt(r) times shorter.
 
 A cut is a tuple of segment lengths, outermost level first.  Level 1 cuts the
 stack, level 2 cuts one segment of level 1, and so on; inside a segment of the
-last level all tapes are alive at once.
+last level all tapes are live at once.
 """
 
 import functools
@@ -22,10 +22,10 @@ def periodic_bytes(
     tape_bytes: int,
     alone_bytes: int | None = None,
 ) -> int:
-    """Bytes alive at the worst moment: the carries at the cuts of each level, one segment's tapes.
+    """Bytes live at the peak: the carries at the cuts of each level, one segment's tapes.
 
     Segments of one layer need `alone_bytes` for their tape (all of it by
-    default): a compiler fuses what is computed again and used at once.
+    default): a compiler fuses what is recomputed and used at once.
 
     >>> periodic_bytes(64, (8,), 1, 1)
     16

@@ -1,6 +1,6 @@
 """Smaller graphs with the same answers, before a solver sees them.
 
-A traced layer has hundreds of values, most of them links of element-wise
+A traced layer has hundreds of values, most of them stages of element-wise
 chains between the few that are worth thinking about.  Four facts remove them:
 
 1. What nothing wanted depends on takes no part.
@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 
-from jaxmem.problem import Graph
+from jaxmem.solve.problem import Graph
 
 
 @dataclasses.dataclass(frozen=True)

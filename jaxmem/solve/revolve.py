@@ -3,8 +3,8 @@
 Known as *revolve* or *treeverse* (Griewank & Walther 2000, ACM TOMS 26(1),
 algorithm 799).  A slot holds one carry, the initial state counts as one.  The
 chain is swept forward once; then the layers are reversed from the last to the
-first, and each time the carry in front of a layer is missing, it is computed
-again from the nearest slot before it.
+first, and each time the carry in front of a layer is missing, it is recomputed
+from the nearest slot before it.
 """
 
 import dataclasses

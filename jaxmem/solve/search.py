@@ -1,14 +1,14 @@
-"""The fastest rung of a ladder that fits, found by asking the compiler a few times.
+"""The fastest candidate of a front that fits, found by asking the compiler a few times.
 
 Predictions say where to ask; what fits is only what was compiled.  From each answer the
-predictions are moved by what they were off there.  The search ends when the rung found is
-next to one that was seen not to fit, so that (as long as faster rungs need more) the answer
-is the same wherever the search began: larger budgets never get a slower rung, and smaller
-ones none that needs more.  Ladders are not always that even: of the faster rungs those that
-were foretold to need hardly more than the budget are asked for, too, and where the least of all
-does not fit, those foretold to need hardly more than that, and some of those foretold to need a
-little more.  The first rung, at which nothing is
-computed again, is another program than the rest, and less well foretold: it is asked for if it may
+predictions are moved by what they were off there.  The search ends when the candidate found is
+next to one that was seen not to fit, so that (as long as faster candidates need more) the answer
+is the same wherever the search began: larger budgets never get a slower candidate, and smaller
+ones none that needs more.  Fronts are not always that even: of the faster candidates those that
+were predicted to need hardly more than the budget are asked for, too, and where the least of all
+does not fit, those predicted to need hardly more than that, and some of those predicted to need a
+little more.  The first candidate, at which nothing is
+recomputed, is another program than the rest, and less well predicted: it is asked for if it may
 fit at all.
 """
 
@@ -23,12 +23,12 @@ class Found:
     """What a search found.
 
     Attributes:
-      rung: the fastest rung seen to fit; None if none did.
-      seen: bytes of each rung that was compiled, in the order in which they were.
-      closed: whether the next faster rung was seen not to fit, or there is none.
+      candidate: the fastest candidate seen to fit; None if none did.
+      seen: bytes of each candidate that was compiled, in the order in which they were.
+      closed: whether the next faster candidate was seen not to fit, or there is none.
     """
 
-    rung: int | None
+    candidate: int | None
     seen: dict[int, int]
     closed: bool
 
@@ -36,27 +36,27 @@ class Found:
 def search(
     predicted: Sequence[int], budget: int, compiled: Callable[[int], int], most: int = 6
 ) -> Found:
-    """Find the fastest rung within the budget.
+    """Find the fastest candidate within the budget.
 
     Args:
-      predicted: bytes of each rung, fastest and largest first.
+      predicted: bytes of each candidate, fastest and largest first.
       budget: bytes.
-      compiled: what a rung needs in truth.
+      compiled: what a candidate needs in truth.
       most: how often `compiled` may be asked.
 
     >>> truth = [100, 90, 80, 70, 60, 50]
     >>> search([95, 85, 75, 65, 55, 45], 72, truth.__getitem__)
-    Found(rung=3, seen={3: 70, 2: 80}, closed=True)
-    >>> search([95, 85], 72, truth.__getitem__).rung is None
+    Found(candidate=3, seen={3: 70, 2: 80}, closed=True)
+    >>> search([95, 85], 72, truth.__getitem__).candidate is None
     True
     """
     seen: dict[int, int] = {}
-    # Rungs up to `low` are too large, from `high` on they fit.
+    # Candidates up to `low` are too large, from `high` on they fit.
     low, high = -1, len(predicted)
 
-    def ask(rung: int) -> None:
-        if rung not in seen and len(seen) < most:
-            seen[rung] = compiled(rung)
+    def ask(candidate: int) -> None:
+        if candidate not in seen and len(seen) < most:
+            seen[candidate] = compiled(candidate)
 
     while len(seen) < most and high - low > 1:
         left = most - len(seen)
@@ -79,14 +79,15 @@ def search(
         else:
             low = guess
     if high == len(predicted) and predicted:
-        ask(0)  # where loops are small, nothing computed again can be the least
+        ask(0)  # where loops are small, nothing recomputed can be the least
     if high == len(predicted) and seen and min(seen.values()) > budget:
-        # Of plans that are foretold to need next to the least any may be the least in truth.
-        near = [k for k, size in enumerate(predicted) if size <= predicted[-1] * _NEAR]
+        least = predicted[-1]
+        # Of plans that are predicted to need next to the least any may be the least in truth.
+        near = [k for k, size in enumerate(predicted) if size <= max(least * _NEAR, least)]
         for guess in (near[0], near[len(near) // 2]):
             ask(guess)
-        # And of small steps any foretold to need little more: what is left is spread over these.
-        near = [k for k, size in enumerate(predicted) if size <= predicted[-1] * _ROOM]
+        # And of small steps any predicted to need little more: what is left is spread over these.
+        near = [k for k, size in enumerate(predicted) if size <= max(least * _ROOM, least)]
         near = [k for k in reversed(near) if k not in seen]
         for guess in near[:: -(-len(near) // max(most - len(seen), 1)) or 1]:
             if min(seen.values()) > budget:
@@ -101,29 +102,29 @@ def search(
             if predicted[k] <= budget * _NEAR and k not in seen
         ]
         for guess in near[: -_PROBES - 1 : -1]:
-            # The rung in front of one that fits says that there is none faster.
+            # The candidate in front of one that fits says that there is none faster.
             while len(seen) < most and guess >= 0 and guess not in seen:
                 seen[guess] = compiled(guess)
                 guess -= seen[guess] <= budget
         if predicted[0] <= budget * _ROOM:
             ask(0)
-    fits = [rung for rung, size in seen.items() if size <= budget]
-    rung = min(fits, default=None)
-    closed = rung is not None and (rung == 0 or seen.get(rung - 1, budget) > budget)
-    return Found(rung, seen, closed)
+    fits = [candidate for candidate, size in seen.items() if size <= budget]
+    candidate = min(fits, default=None)
+    closed = candidate is not None and (candidate == 0 or seen.get(candidate - 1, budget) > budget)
+    return Found(candidate, seen, closed)
 
 
-# Predictions are this far off at times: by this much a plan has to be foretold to be smaller than
+# Predictions are this far off at times: by this much a plan has to be predicted to be smaller than
 # the budget to be the only one that is asked for.
 _ROOM = 1.25
-# What is foretold to need no more than this times the budget, or the least, may yet fit, though a
-# slower rung does not; so many are tried.
+# What is predicted to need no more than this times the budget, or the least, may yet fit, though a
+# slower candidate does not; so many are tried.
 _NEAR = 1.03
 _PROBES = 2
 
 
-def expected(rung: int, predicted: Sequence[int], seen: Mapping[int, int]) -> int:
-    """A prediction moved by what those of the rungs seen were off, on both sides of it.
+def expected(candidate: int, predicted: Sequence[int], seen: Mapping[int, int]) -> int:
+    """A prediction moved by what those of the candidates seen were off, on both sides of it.
 
     What is off grows with what is kept: below all that was seen it shrinks with the prediction.
 
@@ -133,9 +134,9 @@ def expected(rung: int, predicted: Sequence[int], seen: Mapping[int, int]) -> in
     80
     """
     if not seen:
-        return predicted[rung]
+        return predicted[candidate]
     known = sorted(seen, key=lambda other: predicted[other])
     misses = [seen[other] - predicted[other] for other in known]
-    miss = np.interp(predicted[rung], [predicted[k] for k in known], misses)
-    share = min(1.0, predicted[rung] / max(predicted[known[0]], 1))
-    return predicted[rung] + round(share * float(miss))
+    miss = np.interp(predicted[candidate], [predicted[k] for k in known], misses)
+    share = min(1.0, predicted[candidate] / max(predicted[known[0]], 1))
+    return predicted[candidate] + round(share * float(miss))

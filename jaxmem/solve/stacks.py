@@ -3,9 +3,9 @@
 A layer has several options, each a set of values to keep (`jaxmem.solve.keep`).  A stack
 either keeps something of every layer, or the carries at periodic cuts and something of the
 layers in one segment at a time.  In the first form layers may differ: those that keep least
-come first, since their backward pass, which needs the most room to compute again, comes last,
+come first, since their backward pass, which needs the most room to recompute, comes last,
 when what the others kept is gone; and of the very last layer, whose backward pass begins at
-once, what is kept would be alive in any case.
+once, what is kept would be live in any case.
 
 Among all such plans the Pareto set of bytes and seconds is returned.  It is found by listing
 them: with two or three runs of layers there are some ten thousand.
@@ -29,8 +29,8 @@ class Choice:
 
     Attributes:
       bytes: kept until the layer is reversed.
-      seconds: of what is computed again, and of keeping the rest.
-      work_bytes: alive besides, while the layer is reversed.
+      seconds: of what is recomputed, and of keeping the rest.
+      work_bytes: live besides, while the layer is reversed.
       loop_bytes: more than that in a loop over layers, whose tapes are one array there.
     """
 
@@ -45,14 +45,14 @@ class Candidate:
     """One plan for a stack.
 
     Attributes:
-      bytes: at the worst moment, of what the stack keeps and works with.
+      bytes: at the peak, of what the stack keeps and works with.
       seconds: more than a forward and a backward pass.
       kind: "keep" (single values), "periodic" or "revolve".
       runs: for "keep", pairs of a number of layers and their choice, first to last.
       lengths: for "periodic", the segment lengths, outermost first.
       choice: for "periodic", that of the layers in a segment.
       slots: for "revolve", the number of carries.
-      kept_bytes: of `bytes`, what is alive when the forward pass is done.
+      kept_bytes: of `bytes`, what is live when the forward pass is done.
     """
 
     bytes: int
@@ -81,7 +81,7 @@ def candidates(
 
     Args:
       length: number of layers.
-      carry_bytes: handed from layer to layer.
+      carry_bytes: passed from layer to layer.
       forward_seconds: of one evaluation of a layer.
       choices: of a layer; the first keeps all that its backward pass reads.
       loose_bytes: what that is for a single layer, which is in no loop, so that a compiler need
@@ -136,7 +136,7 @@ def _kept(
     work = np.array([c.work_bytes for c in choices], float)
     looped = work + np.array([c.loop_bytes for c in choices], float)
     # Of a single layer outside of loops, whose tape is part of its work.  It has no copies for
-    # loops; but those with such copies were foretold 20 % too small where these did not count.
+    # loops; but those with such copies were predicted 20 % too small where these did not count.
     alone = looped.max()
     for tail in (0, 1):  # whether the last layer keeps everything
         rest = length - tail

@@ -1,15 +1,15 @@
-"""Dynamic program over the stretches of a chain whose links differ.
+"""Dynamic program over the segments of a chain whose stages differ.
 
-Beaumont et al. (2019), with Rockmate's choice among several ways to keep a link
-(Zhao et al. 2023, arXiv 2307.01236).  Two tables over (first link s, last link t,
+Beaumont et al. (2019), with Rockmate's choice among several ways to keep a stage
+(Zhao et al. 2023, arXiv 2307.01236).  Two tables over (first stage s, last stage t,
 budget m), of seconds of extra work:
 
     held[s][t, m]    the input of s is held, outside m
     loose[s][t, m]   it is not: m has to pay for it if something wants it
 
-A stretch s..s'-1 is evaluated again, or s is kept with one of its options, or several
-links from s on as one with one of theirs; the rest is another stretch.  Whole blocks
-over (t, m) are handled at once, so that L links and M budgets take L²/2 block
+A segment s..s'-1 is evaluated again, or s is kept with one of its options, or several
+stages from s on as one with one of theirs; the rest is another segment.  Whole blocks
+over (t, m) are handled at once, so that L stages and M budgets take L²/2 block
 operations of at most L M numbers.
 
 Budgets are multiples of a unit; sizes are not rounded.  Each cell also has the
@@ -23,17 +23,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmem.solve.links import Again, Carried, Kept, Link, Steps, Wide
+from jaxmem.solve.stages import Carried, Kept, Recomputed, Stage, Steps, Wide
 
 _PAY = np.iinfo(np.int16).max  # in `loose`: keep the input, then go on as in `held`
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cells:
-    """The best for each last link and budget: seconds, bytes, and what starts it.
+    """The best for each last stage and budget: seconds, bytes, and what starts it.
 
-    A choice is one of the ways to keep the first link, or several from it on as one, or
-    minus the length of the stretch that is evaluated again.
+    A choice is one of the ways to keep the first stage, or several from it on as one, or
+    minus the length of the segment that is evaluated again.
     """
 
     seconds: np.ndarray
@@ -56,26 +56,27 @@ class Table:
 
     def __init__(
         self,
-        links: Sequence[Link],
+        stages: Sequence[Stage],
         slots: int,
         unit: float,
         least: int,
         carried: Carried | None,
         wide: Wide,
     ):
-        self.links, self.unit, self.carried, self.wide = links, unit, carried, wide
+        self.stages, self.unit, self.carried, self.wide = stages, unit, carried, wide
         self.ways: list[list[Kept]] = [
-            [Kept(s, option) for option in range(len(link.options))] for s, link in enumerate(links)
+            [Kept(s, option) for option in range(len(stage.options))]
+            for s, stage in enumerate(stages)
         ]
-        for (first, after), link in sorted(wide.items()):
-            options = range(len(link.options))
+        for (first, after), stage in sorted(wide.items()):
+            options = range(len(stage.options))
             self.ways[first] += [Kept(first, option, after - first) for option in options]
         # A hair above the multiples, so that sums of floats that should be equal are.
         self.budgets = least + unit * (np.arange(slots + 1) + 1e-6)
-        self.gradients = np.array([link.gradient_bytes for link in links], dtype=float)
+        self.gradients = np.array([stage.gradient_bytes for stage in stages], dtype=float)
         self.held: list[_Cells] = []
         self.loose: list[_Cells] = []
-        for s in range(len(links) - 1, -1, -1):
+        for s in range(len(stages) - 1, -1, -1):
             self._fill(s)
 
     def points(self) -> tuple[np.ndarray, np.ndarray]:
@@ -85,15 +86,15 @@ class Table:
 
     def steps(self, m: int) -> Steps:
         """A plan that takes these seconds."""
-        return self._steps(0, len(self.links) - 1, m)
+        return self._steps(0, len(self.stages) - 1, m)
 
     # ------------------------------------------------------------ filling
 
     def _at(self, s: int, held: bool) -> _Cells:
-        return (self.held if held else self.loose)[len(self.links) - 1 - s]
+        return (self.held if held else self.loose)[len(self.stages) - 1 - s]
 
     def _fill(self, s: int) -> None:
-        shape = (len(self.links) - s, len(self.budgets))
+        shape = (len(self.stages) - s, len(self.budgets))
         for held, tables in ((True, self.held), (False, self.loose)):
             tables.append(_Cells.empty(shape))
             if s == 0 and not held:
@@ -103,19 +104,19 @@ class Table:
             if held:
                 self._again(s)
             else:
-                paid = self._less(self._at(s, True), self.links[s - 1].carry_bytes)
+                paid = self._less(self._at(s, True), self.stages[s - 1].carry_bytes)
                 tables[-1].improve(slice(None), *paid, _PAY)
 
     def _keep(self, s: int, choice: int, held: bool) -> None:
         charge, waiting = self._charge(s, choice, held)
         kept = self.ways[s][choice]
-        link = kept.among(self.links, self.wide)
-        option = link.options[kept.option]
-        forward = charge + waiting + link.carry_bytes - option.output_bytes
-        backward = charge + option.work_bytes + link.gradient_bytes
+        stage = kept.among(self.stages, self.wide)
+        option = stage.options[kept.option]
+        forward = charge + waiting + stage.carry_bytes - option.output_bytes
+        backward = charge + option.work_bytes + stage.gradient_bytes
         last = kept.after - 1
         needs = np.maximum(self.gradients[last:] + forward, backward)[:, None]
-        seconds = np.zeros((len(self.links) - last, len(self.budgets)))
+        seconds = np.zeros((len(self.stages) - last, len(self.budgets)))
         bytes = np.zeros_like(seconds)
         if len(seconds) > 1:
             seconds[1:], bytes[1:] = self._rest(kept.after, self._price(s, choice, held), charge)
@@ -125,11 +126,11 @@ class Table:
     def _again(self, s: int) -> None:
         seconds, widest, before = 0.0, 0, 0
         cells = self._at(s, True)
-        for after in range(s + 1, len(self.links)):
-            link = self.links[after - 1]
-            seconds += link.seconds
-            widest = max(widest, before + link.carry_bytes + link.overhead_bytes)
-            before = link.carry_bytes
+        for after in range(s + 1, len(self.stages)):
+            stage = self.stages[after - 1]
+            seconds += stage.seconds
+            widest = max(widest, before + stage.carry_bytes + stage.overhead_bytes)
+            before = stage.carry_bytes
             rest, bytes = self._rest(after, self._price(s, s - after, True))
             # Row after-1 is final: all that splits there has been tried.
             row = after - 1 - s
@@ -143,23 +144,23 @@ class Table:
         self._at(s, held).improve(rows, seconds, bytes, choice)
 
     def _charge(self, s: int, choice: int, held: bool) -> tuple[int, int]:
-        """Bytes held by a kept link, and of its input while it is evaluated."""
+        """Bytes held by a kept stage, and of its input while it is evaluated."""
         kept = self.ways[s][choice]
-        option = kept.among(self.links, self.wide).options[kept.option]
+        option = kept.among(self.stages, self.wide).options[kept.option]
         if held:
             return option.tape_bytes - option.input_bytes, 0
-        return option.tape_bytes, max(self.links[s - 1].carry_bytes - option.input_bytes, 0)
+        return option.tape_bytes, max(self.stages[s - 1].carry_bytes - option.input_bytes, 0)
 
     def _price(self, s: int, choice: int, held: bool) -> int:
         """Bytes that holding the input of what follows adds."""
         if choice < 0:
             after = s - choice
-            price = self.links[after - 1].carry_bytes
+            price = self.stages[after - 1].carry_bytes
         else:
             kept = self.ways[s][choice]
             after = kept.after
-            option = kept.among(self.links, self.wide).options[kept.option]
-            price = self.links[after - 1].carry_bytes - option.output_bytes
+            option = kept.among(self.stages, self.wide).options[kept.option]
+            price = self.stages[after - 1].carry_bytes - option.output_bytes
         return min(price, self.carried(s, after)) if held and self.carried else price
 
     def _rest(self, s: int, price: int, charge: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -167,7 +168,7 @@ class Table:
         if price <= 0:
             return self._less(self._at(s, True), charge)
         loose = self._less(self._at(s, False), charge)
-        if price >= self.links[s - 1].carry_bytes:
+        if price >= self.stages[s - 1].carry_bytes:
             return loose  # there, this has been tried
         held = self._less(self._at(s, True), charge + price)
         better = (held[0] < loose[0]) | ((held[0] == loose[0]) & (held[1] < loose[1]))
@@ -192,12 +193,12 @@ class Table:
     # ------------------------------------------------------------ reading
 
     def _steps(self, s: int, t: int, m: int) -> Steps:
-        steps: list[Kept | Again] = []
+        steps: list[Kept | Recomputed] = []
         held = True
         while s <= t:
             choice = int(self._at(s, held).choice[t - s, m])
             if choice == _PAY:
-                m = self._look(s, t, m, True, self.links[s - 1].carry_bytes)[2]
+                m = self._look(s, t, m, True, self.stages[s - 1].carry_bytes)[2]
                 choice, held = int(self._at(s, True).choice[t - s, m]), True
             charge, before = 0, s
             if choice >= 0:
@@ -205,13 +206,13 @@ class Table:
                 charge, s = self._charge(s, choice, held)[0], kept.after
             else:
                 s -= choice
-                steps.append(Again(before, s, self._steps(before, s - 1, m)))
+                steps.append(Recomputed(before, s, self._steps(before, s - 1, m)))
             if s <= t:
                 price = self._price(before, choice, held)
                 ways = [(False, charge), (True, charge + price)]
                 if price <= 0:
                     ways = ways[1:]
-                elif price >= self.links[s - 1].carry_bytes:
+                elif price >= self.stages[s - 1].carry_bytes:
                     ways = ways[:1]
                 looks = [(self._look(s, t, m, *way), way[0]) for way in ways]
                 (_, _, m), held = min(looks, key=lambda look: look[0][:2])

@@ -1,10 +1,10 @@
-"""The recurrence of `jaxmem.solve.unequal` for a chain whose links are all the same.
+"""The recurrence of `jaxmem.solve.unequal` for a chain whose stages are all the same.
 
-A stretch is then known by its length alone, which leaves two tables over
-(length, budget).  Up to `_SHORT` links every split is tried; for longer
-stretches only splits near the best one of a stretch that is shorter by one, at
+A segment is then known by its length alone, which leaves two tables over
+(length, budget).  Up to `_SHORT` stages every split is tried; for longer
+segments only splits near the best one of a segment that is shorter by one, at
 the same and at neighbouring budgets, and a few far away, so that a thousand
-links take a moment; the whole chain tries every split again.  That is as good
+stages take a moment; the whole chain tries every split again.  That is as good
 as exact, but not proved to be.
 """
 
@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxmem.solve.links import Again, Kept, Link, Steps
+from jaxmem.solve.stages import Kept, Recomputed, Stage, Steps
 
 _PAY = np.iinfo(np.int32).max
 _SHORT = 96
@@ -20,10 +20,10 @@ _FAR_EVERY = 16
 
 
 class UniformTable:
-    """The tables for `length` equal links and budgets `least`, ..., `least` + `slots` × `unit`."""
+    """The tables for `length` equal stages and budgets `least`, ..., `least` + `slots` × `unit`."""
 
-    def __init__(self, link: Link, length: int, slots: int, unit: float, least: int):
-        self.link, self.length, self.unit = link, length, unit
+    def __init__(self, stage: Stage, length: int, slots: int, unit: float, least: int):
+        self.stage, self.length, self.unit = stage, length, unit
         # A hair above the multiples, so that sums of floats that should be equal are.
         self.budgets = least + unit * (np.arange(slots + 1) + 1e-6)
         shape = (2, length + 1, slots + 1)  # first: the input is loose, or held
@@ -32,7 +32,7 @@ class UniformTable:
         self._tables = self._seconds, self._bytes
         self._split = np.ones(slots + 1, int)
         loose, held = self._ways(False), self._ways(True)
-        pay = _Moves(np.array([link.carry_bytes]), self)
+        pay = _Moves(np.array([stage.carry_bytes]), self)
         for n in range(1, length + 1):
             self._keep(n, held)
             if n > 1:
@@ -52,15 +52,15 @@ class UniformTable:
     # ------------------------------------------------------------ filling
 
     def _ways(self, held: bool) -> "_Ways":
-        options = self.link.options
+        options = self.stage.options
         charges = [self._charge(choice, held) for choice in range(len(options))]
         needs = [
             charge
-            + self.link.gradient_bytes
-            + max(waiting + self.link.carry_bytes - option.output_bytes, option.work_bytes)
+            + self.stage.gradient_bytes
+            + max(waiting + self.stage.carry_bytes - option.output_bytes, option.work_bytes)
             for option, (charge, waiting) in zip(options, charges, strict=True)
         ]
-        prices = [self.link.carry_bytes - option.output_bytes for option in options]
+        prices = [self.stage.carry_bytes - option.output_bytes for option in options]
         charge = np.array([charge for charge, _ in charges], dtype=float)
         return _Ways(
             held=held,
@@ -69,7 +69,7 @@ class UniformTable:
             passed=np.array(prices)[:, None] <= 0,
             then_loose=_Moves(charge, self),
             then_held=_Moves(charge + prices, self)
-            if min(prices) < self.link.carry_bytes
+            if min(prices) < self.stage.carry_bytes
             else None,
         )
 
@@ -98,12 +98,12 @@ class UniformTable:
             first = split * len(columns) + columns
             rest = n * len(columns) + 2 * columns - first
             pairs = [(table[1].take(first), table[0].take(rest)) for table in self._tables]
-        link = self.link
+        stage = self.stage
         seconds = pairs[0][0] + pairs[0][1]
-        seconds += link.seconds * split
+        seconds += stage.seconds * split
         bytes = np.maximum(*pairs[1])
-        widest = link.carry_bytes * np.where(split > 1, 2, 1) + link.overhead_bytes
-        np.maximum(bytes, widest + link.gradient_bytes, out=bytes)
+        widest = stage.carry_bytes * np.where(split > 1, 2, 1) + stage.overhead_bytes
+        np.maximum(bytes, widest + stage.gradient_bytes, out=bytes)
         seconds[bytes > self.budgets] = np.inf
         best = seconds.argmin(axis=0)
         self._split = np.broadcast_to(split, seconds.shape)[best, columns]
@@ -119,11 +119,11 @@ class UniformTable:
         return np.clip(near, 1, n - 1)
 
     def _charge(self, choice: int, held: bool) -> tuple[int, int]:
-        """Bytes held by a kept link, and of its input while it is evaluated."""
-        option = self.link.options[choice]
+        """Bytes held by a kept stage, and of its input while it is evaluated."""
+        option = self.stage.options[choice]
         if held:
             return option.tape_bytes - option.input_bytes, 0
-        return option.tape_bytes, max(self.link.carry_bytes - option.input_bytes, 0)
+        return option.tape_bytes, max(self.stage.carry_bytes - option.input_bytes, 0)
 
     def _offer(self, n: int, held: bool, seconds, bytes, choice) -> None:
         at = int(held), n
@@ -135,8 +135,8 @@ class UniformTable:
     # ------------------------------------------------------------ reading
 
     def _steps(self, first: int, n: int, m: int) -> Steps:
-        steps: list[Kept | Again] = []
-        held, carry = True, self.link.carry_bytes
+        steps: list[Kept | Recomputed] = []
+        held, carry = True, self.stage.carry_bytes
         while n:
             choice = int(self._choice[int(held), n, m])
             if choice == _PAY:
@@ -146,9 +146,9 @@ class UniformTable:
             if choice >= 0:
                 steps.append(Kept(first, choice))
                 charge, length = self._charge(choice, held)[0], 1
-                price -= self.link.options[choice].output_bytes
+                price -= self.stage.options[choice].output_bytes
             else:
-                steps.append(Again(first, first + length, self._steps(first, length, m)))
+                steps.append(Recomputed(first, first + length, self._steps(first, length, m)))
             first, n = first + length, n - length
             if n:
                 then_loose = self._look(n, m, False, charge)
@@ -191,7 +191,7 @@ class _Moves:
 
 @dataclasses.dataclass(frozen=True)
 class _Ways:
-    """The options of the link, as columns; `passed`: the next link's input is held thereby."""
+    """The options of the stage, as columns; `passed`: the next stage's input is held thereby."""
 
     held: bool
     seconds: np.ndarray

@@ -1,9 +1,9 @@
-"""Results of compilers on disk, so that the same question is not compiled twice.
+"""Compilers' results cached on disk, so that the same program is not compiled twice.
 
-One file for each result, named by a hash of everything that decides it.  A file
-is written beside its place and renamed into it, so that a reader sees all of it
-or none, and several processes need no lock.  Whatever is wrong with the disk, the
-answer is only that nothing is there: a cache must not be what fails.
+One file per result, named by a hash of everything that it depends on.  A file is
+written under a temporary name and renamed, so that a reader sees all of it or
+none, and several processes need no lock.  Errors of the disk count as a cache
+miss: the cache never makes a call fail.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from jaxmem.errors import JaxmemWarning, warn
 class Cache:
     """A bounded set of JSON objects on disk, by key.
 
-    The environment has two words in it: JAXMEM_CACHE_DIR says where, and
-    JAXMEM_CACHE=0 turns it off.
+    Two environment variables control it: JAXMEM_CACHE_DIR names the folder, and
+    JAXMEM_CACHE=0 turns the cache off.
 
     >>> import tempfile
     >>> from jaxmem.targets import Cache
@@ -45,7 +45,7 @@ class Cache:
         """
         Args:
           root: the folder; None for the one of JAXMEM_CACHE_DIR, or the user's.
-          max_bytes: of all files together; beyond it those that were used longest ago go.
+          max_bytes: of all files together; beyond it the least recently used are deleted.
         """
         given = root or os.environ.get("JAXMEM_CACHE_DIR") or platformdirs.user_cache_path("jaxmem")
         self.root = Path(given)
@@ -54,7 +54,7 @@ class Cache:
 
     @staticmethod
     def key(**parts: Any) -> str:
-        """One text for everything that decides a result; the order of the parts does not matter.
+        """A key of everything that a result depends on; the order of the parts does not matter.
 
         Args:
           **parts: plain data: texts, bytes, numbers, None, and lists and dicts of them.
@@ -69,12 +69,12 @@ class Cache:
                 kind, text = "bytes", bytes(data)
             else:
                 kind, text = "json", json.dumps(data, sort_keys=True, default=_plain).encode()
-            # Lengths keep one part from passing for two.
+            # Lengths make the concatenation of the parts unambiguous.
             digest.update(f"{name}:{kind}:{len(text)}:".encode() + text)
         return digest.hexdigest()
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What was put under the key, None if nothing that can be read is there."""
+        """The object stored under the key, None if there is none that can be read."""
         if not self.enabled:
             return None
         path = self._path(key)
@@ -90,7 +90,7 @@ class Cache:
         return value if isinstance(value, dict) else None
 
     def put(self, key: str, value: dict[str, Any]) -> None:
-        """Keep a JSON object; warns once in a process if the disk will not have it."""
+        """Store a JSON object; warns once per process if it cannot be written."""
         if not self.enabled:
             return
         data = gzip.compress(
@@ -104,7 +104,7 @@ class Cache:
             self._shrink()
 
     def usage(self) -> tuple[int, int]:
-        """How many results are in it, and their bytes together."""
+        """The number of results, and their total bytes."""
         sizes = []
         for path in self._files():
             with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ class Cache:
         return len(sizes), sum(sizes)
 
     def clear(self) -> None:
-        """Remove everything in it."""
+        """Delete all results."""
         for path in self._files():
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -1,7 +1,7 @@
-"""The accelerators that are known by name, and a user's own from a file.
+"""The accelerators known by name, and those that a user describes in a file.
 
-Both are TOML of one form, described at the head of `accelerators.toml`; whatever
-is wrong in a file is one `ValueError` that says where.
+Both are TOML of one form, described at the head of `accelerators.toml`; an error in
+a file raises a `ValueError` that says where.
 """
 
 import difflib
@@ -33,14 +33,15 @@ def target(which: str | os.PathLike[str] | Target, devices: int | None = None) -
     """An accelerator by name, or from a file: "mine.toml", or "mine.toml:name" if it has several.
 
     Args:
-      which: what to look for; a `Target` is taken as it is.
-      devices: how many of it; figures stay those of one.  None for one, or for
-        as many as a `Target` has.
+      which: a name or a file; a `Target` is returned as it is.
+      devices: how many of it; figures remain per device.  None for one, or for
+      as many as a `Target` has.
 
     Raises:
       FileNotFoundError: there is no such file.
       TypeError: `which` is none of these.
-      ValueError: no accelerator has this name, the file is wrong, or there is no such number of it.
+      ValueError: no accelerator has this name, the file is invalid, or there is no slice of this
+      many devices.
 
     >>> from jaxmem.targets import target
     >>> target("v5e-16g", devices=4).mesh({"data": 4}).shape_tuple
@@ -63,19 +64,19 @@ def load(path: str | os.PathLike[str]) -> dict[str, Target]:
     """The accelerators of a TOML file, by name.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: there is no such file.
       ValueError: it is not TOML, or not of the form that `accelerators.toml` describes.
     """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except UnicodeDecodeError:
-        raise ValueError(f"{os.fspath(path)}: not a text in UTF-8; is this a TOML file?") from None
+        raise ValueError(f"{os.fspath(path)}: not UTF-8 text; is this a TOML file?") from None
     return _parse(text, os.fspath(path), "user")
 
 
 def by_device_kind(kind: str) -> Target | None:
-    """The accelerator that jax calls by this kind, None if there is no row of it.
+    """The accelerator with this device kind in jax, None if it is not in the catalogue.
 
     >>> from jaxmem.targets import by_device_kind
     >>> by_device_kind("TPU v5 lite").name, by_device_kind("cpu")
@@ -124,7 +125,7 @@ def _known(name: str, among: Mapping[str, Target], what: str) -> Target:
     hint = f": did you mean {close[0]!r}?" if close else "."
     raise ValueError(
         f"unknown {what} {name!r}{hint} The known ones are {', '.join(among)}; "
-        'of your own, pass "path.toml" or "path.toml:name"'
+        'for one of your own, pass "path.toml" or "path.toml:name"'
     )
 
 
@@ -148,13 +149,13 @@ def _parse(text: str, where: str, source: str | None) -> dict[str, Target]:
         for name, row in rows.items():
             at = f"{where}: {platform}.{name}"
             if name in found:
-                raise ValueError(f"{at}: {name!r} is there twice, as a GPU and as a TPU")
+                raise ValueError(f"{at}: {name!r} is defined twice, as a GPU and as a TPU")
             found[name] = _row(platform, name, _checked(platform, row, at), at, source)
     return found
 
 
 def _checked(platform: str, row: Any, at: str) -> dict[str, Any]:
-    """The row, with every key known, there, and of its type."""
+    """The row, if every key is known, none is missing and all are of their types."""
     fields = _FIELDS[platform]
     if not isinstance(row, dict):
         raise ValueError(f"{at}: expected a table, got {row!r}")

@@ -1,7 +1,7 @@
-"""Compile for an accelerator in another process, and hear what came of it.
+"""Compile for an accelerator in another process, and read the result.
 
 A compiler for an absent accelerator may crash, hang or take all memory.  It does
-so in a worker (`worker.py`): the process goes on, with an error that says what
+so in a worker (`worker.py`): this process continues, with an error that says what
 happened, and the next call gets a fresh worker.  Workers are kept for further
 calls, since starting one and loading its compiler takes a second or more.
 """
@@ -24,23 +24,23 @@ from jaxmem.targets.spec import Target
 
 @dataclasses.dataclass(frozen=True)
 class CompilerOutput:
-    """What a compiler says of a program, as plain data; bytes are per device.
+    """A compiler's output for a program, as plain data; bytes are per device.
 
     Attributes:
       stats: `argument_bytes`, `output_bytes`, `alias_bytes`, `temp_bytes`, the same with
         `host_` before them, `code_bytes`, `peak_bytes`; empty if the compiler gave none.
-      hlo, assignment, live_range: the optimized program, its allocations and when
-        they are alive, in the compiler's own words.
-      log: what it printed.
-      versions: of all that took part.
-      seconds: that compiling took, without starting a worker.
-      assembled: whether it went to the end.  Where NVIDIA's assembler is not
-        installed the compiler stops when all buffers have their places.
-      too_large_bytes: what the program needs, if a TPU's compiler refused it for
-        that; `stats` and the texts are there nevertheless, as far as it came.
-      too_large_space: of which memory: "hbm", or "vmem" for a kernel's own.
-      available_bytes: what there is of that memory.
-      message: its refusal.
+      hlo, assignment, live_range: the optimized program, its buffer assignment and
+      live ranges, as text.
+      log: what the compiler printed.
+      versions: of the packages that compiled it.
+      seconds: compile time, without starting a worker.
+      assembled: whether machine code was produced.  Where NVIDIA's assembler is not
+      installed the compiler stops after buffer assignment.
+      too_large_bytes: what the program needs, if a TPU's compiler refused it as too
+      large; `stats` and the texts are present as far as compilation went.
+      too_large_space: the memory that is too small: "hbm", or "vmem" for that of a kernel.
+      available_bytes: the size of that memory.
+      message: the refusal.
     """
 
     stats: dict[str, int | None]
@@ -58,14 +58,14 @@ class CompilerOutput:
 
 
 class CompileError(RuntimeError):
-    """A compiler crashed, hung, refused a program or is not installed; this process is fine.
+    """A compiler crashed, hung, refused a program or is not installed; this process is unharmed.
 
     Attributes:
       log: the last lines that it printed.
     """
 
     def __init__(self, message: str, log: str = "") -> None:
-        super().__init__(f"{message}\nThe compiler's last words:\n{log}" if log else message)
+        super().__init__(f"{message}\nThe end of the compiler's log:\n{log}" if log else message)
         self.log = log
 
 
@@ -95,14 +95,14 @@ def compile_for(
 
     Raises:
       CompileError: the compiler is not installed, crashed, took too long or refused the program.
-      ValueError: the mesh is not one of this target's devices.
+      ValueError: the mesh does not have this target's number of devices.
     """
     if missing := target.missing():
         raise CompileError("; ".join(missing))
     axes = [list(axis) for axis in (dict(mesh_axes).items() if mesh_axes else ())]
     if axes and math.prod(size for _, size in axes) != target.devices:
         raise ValueError(
-            f"a mesh of {' × '.join(f'{name}={size}' for name, size in axes)} is not one of the "
+            f"the mesh {' × '.join(f'{name}={size}' for name, size in axes)} does not match the "
             f"{target.devices} device(s) of this target; pass target.with_devices(…)"
         )
     request = {
@@ -131,7 +131,7 @@ def compile_for(
         except OSError as error:
             raise CompileError(
                 f"the files for the compiler could not be written or read: {error}; is "
-                f"{worker.folder} on a full disk? TMPDIR says where such files go"
+                f"{worker.folder} on a full disk? TMPDIR sets the folder of such files"
             ) from None
     if "error" in reply:
         raise CompileError(_why_refused(reply, target), _last(reply["log"]))
@@ -139,18 +139,18 @@ def compile_for(
 
 
 def warm_up(target: Target) -> None:
-    """Start a worker for a target without waiting for it, while there is something else to do."""
+    """Start a worker for a target without waiting for it."""
     if not target.missing():
         pool.warm_up(target.platform, {"do": "warm", "topology": target.topology})
 
 
 def versions(target: Target) -> dict[str, str]:
-    """The versions of all that takes part in compiling for a target."""
+    """The versions of the packages that compile for a target."""
     return installed.versions(target.platform)
 
 
 def settings() -> dict[str, Any]:
-    """What of `jax.config` decides what comes out of a compiler."""
+    """The settings of `jax.config` that a compiled result depends on."""
     given = {name: getattr(jax.config, name, None) for name in _SETTINGS}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -190,14 +190,14 @@ def _output(reply: dict[str, Any], target: Target) -> CompilerOutput:
         return found
     return dataclasses.replace(
         found,
-        too_large_bytes=_exactly(size, stats),
+        too_large_bytes=_exact_size(size, stats),
         too_large_space=size.space,
         available_bytes=size.available,
     )
 
 
-def _exactly(size: refusals.TooLarge, stats: Mapping[str, int | None]) -> int:
-    """The compiler says two places after the point; its own table has the bytes."""
+def _exact_size(size: refusals.TooLarge, stats: Mapping[str, int | None]) -> int:
+    """The size in bytes from the compiler's table; its message rounds to two decimals."""
     if size.space == "hbm" and stats:
         part = {kind: stats[f"{kind}_bytes"] or 0 for kind in ("argument", "output", "temp")}
         total = sum(part.values()) - (stats["alias_bytes"] or 0)
@@ -220,12 +220,12 @@ def _why_dead(error: Died, target: Target) -> str:
         )
     return (
         f"{what} crashed ({error.signal}): a fault of the compiler on this program, not of jaxmem; "
-        "another target, or another release of jax, may do"
+        "try another target or another release of jax"
     )
 
 
 def _unknown_flags(log: str) -> str:
-    """What to say where a flag of the user's ended the process."""
+    """The message if a flag set by the user ended the process."""
     for name, mark in (
         ("XLA_FLAGS", "Unknown flag"),
         ("LIBTPU_INIT_ARGS", "nknown command line flag"),
@@ -244,7 +244,7 @@ def _why_refused(reply: Mapping[str, Any], target: Target) -> str:
     said = refusals.first_line(reply["error"])
     if "cudnn" in said.casefold():
         return (
-            f"compiling for {target.name} needs cuDNN, which is not there: "
+            f"compiling for {target.name} needs cuDNN, which is not installed: "
             f'pip install "nvidia-cudnn-cu13" ({said})'
         )
     return f"the compiler for {target.name} refused the program: {said}"

@@ -1,4 +1,4 @@
-"""Which parts of jax that compile for accelerators are installed, and whether they fit together."""
+"""Which of jax's compilers for accelerators are installed, and whether their versions match."""
 
 import functools
 import importlib.metadata
@@ -7,16 +7,16 @@ import re
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
-# CUDA's plugin comes for one major release of CUDA or another; jax loads whichever it finds.
+# There is a CUDA plugin for each major release of CUDA; jax loads whichever it finds.
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
-# What the compiler knows, as compute capabilities; CUDA 13 has dropped the older ones.
+# Compute capabilities that the compiler supports; CUDA 13 has dropped the older ones.
 _NEWER = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 _OLDER = ("5.0", "5.2", "6.0", "6.1", "7.0", "7.2")
 
 
 def missing(platform: str, capability: str = "") -> tuple[str, ...]:
-    """What has to be installed to compile for a platform, each with the line to type.
+    """What must be installed to compile for a platform, each with the command.
 
     Args:
       platform: "gpu" or "tpu".
@@ -36,7 +36,7 @@ def missing(platform: str, capability: str = "") -> tuple[str, ...]:
 
 
 def dropped(capability: str) -> str:
-    """Why no compiler for CUDA that is installed, or would be, knows a compute capability."""
+    """Why no CUDA compiler, installed or installable, supports a compute capability."""
     if capability in _NEWER or (capability in _OLDER and "cuda12" in cuda_plugin()):
         return ""
     if capability in _OLDER:
@@ -51,7 +51,7 @@ def dropped(capability: str) -> str:
 
 
 def versions(platform: str) -> dict[str, str]:
-    """The versions of what compiles for a platform: they decide what comes out.
+    """The versions of the packages that compile for a platform; results depend on them.
 
     >>> sorted(set(versions("gpu")) & {"jax", "jaxlib"})
     ['jax', 'jaxlib']
@@ -65,7 +65,7 @@ def versions(platform: str) -> dict[str, str]:
     }
 
 
-# The compiler asks the library itself which fused attention it has.
+# The compiler asks cuDNN which fused attention it supports.
 _GPU_LIBRARIES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
@@ -85,7 +85,7 @@ def _missing_cuda() -> list[str]:
             found.append(
                 f'{name} {version} does not fit jaxlib {fitting}: pip install "{plugin}=={fitting}"'
             )
-    # The plugin brings the other along, so one line is enough.
+    # The plugin requires the other package, so one command is enough.
     return found[:1]
 
 

@@ -1,8 +1,8 @@
-"""The workers that are alive: started when needed, lent to one thread at a time, ended at exit.
+"""The pool of worker processes: started when needed, used by one thread at a time, ended at exit.
 
-A worker belongs to the process that started it.  After a fork the child begins
-with none; it closes its copies of the pipes, so that a worker still ends with
-its own parent.
+A worker belongs to the process that started it.  After a fork the child has no
+workers; it closes its copies of the pipes, so that a worker still ends with its
+parent.
 """
 
 import atexit
@@ -24,9 +24,9 @@ from typing import Any
 import jax
 
 _IDLE_SECONDS = 600.0
-_KEPT = 2  # workers at rest, of one kind
+_KEPT = 2  # idle workers of one kind
 _LOG_BYTES = 200_000
-# What compilers say of every machine without an accelerator.
+# Messages of compilers on every machine without an accelerator.
 _NOISE = (
     "before absl::InitializeLog() is called",
     "Logging before InitGoogle()",
@@ -38,7 +38,7 @@ _NOISE = (
 
 
 class Died(Exception):
-    """A worker ended without an answer."""
+    """A worker exited without an answer."""
 
     def __init__(self, code: int, log: str) -> None:
         super().__init__(code)
@@ -46,7 +46,7 @@ class Died(Exception):
 
     @property
     def signal(self) -> str | None:
-        """The signal that ended it, None if it ended by itself."""
+        """The signal that ended it, None if it exited."""
         return signal.Signals(-self.code).name if self.code < 0 else None
 
 
@@ -59,7 +59,7 @@ class TimedOut(Exception):
 
 
 class Worker:
-    """One worker process, with a folder of its own for programs, texts and its log."""
+    """One worker process, with a folder for programs, texts and its log."""
 
     def __init__(self, idle: float = _IDLE_SECONDS) -> None:
         self.folder = tempfile.mkdtemp(prefix="jaxmem-")
@@ -84,17 +84,17 @@ class Worker:
             )
 
     def send(self, request: dict[str, Any]) -> None:
-        """Ask for something; the answer is read by the next `ask`."""
+        """Send a request; the next `ask` reads the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
         self.pending += 1
 
     def ask(self, request: dict[str, Any], program: bytes, deadline: float) -> dict[str, Any]:
-        """Compile a program, and read the answer with its texts.
+        """Compile a program, and read the answer and the texts.
 
         Raises:
-          Died, TimedOut: there is none; the worker is of no more use.
+          Died, TimedOut: there is no answer; the worker cannot be used again.
           OSError: a file could not be written or read.
         """
         path = os.path.join(self.folder, "program")
@@ -144,7 +144,7 @@ class Worker:
         return os.path.join(self.folder, "log")
 
     def log(self, start: int = 0) -> str:
-        """What it printed, from a place on; the end of it where that is much."""
+        """What it printed from an offset on; only the end if that is long."""
         try:
             with open(self._log, "rb") as file:
                 file.seek(max(start, os.path.getsize(self._log) - _LOG_BYTES))
@@ -158,7 +158,7 @@ class Worker:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End the process and all that it started; whoever waits for its answer will know."""
+        """End the process and its children; a thread that waits for its answer gets `Died`."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ class Worker:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def forget(self) -> None:
-        """Let go of it in a process that did not start it."""
+        """Release it in a process that did not start it."""
         self.process.returncode = 0  # it is not this process's to wait for
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
@@ -181,11 +181,11 @@ class Worker:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """The environment of a worker: the user's, without what would disturb it.
+    """The environment of a worker: the user's, without what would interfere.
 
-    Flags of the compilers are passed on.  Those of jax and of Python are for
-    tracing, which is done; and one that makes warnings errors, or keeps a cache
-    of executables, which are not wanted here, would only do harm.
+    Flags of the compilers are passed on.  Those of jax and of Python concern
+    tracing, which is complete; settings that make warnings errors, or that cache
+    executables, would only do harm here.
     """
     kept = {
         name: value
@@ -214,7 +214,7 @@ def environment(folder: str) -> dict[str, str]:
 
 
 class Pool:
-    """Workers at rest, by platform and flags: those are read once in a process."""
+    """Idle workers by platform and flags, which a process reads only once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -223,7 +223,7 @@ class Pool:
 
     @contextlib.contextmanager
     def borrowed(self, platform: str) -> Iterator[Worker]:
-        """A worker for the body alone; ended if the body raises, whatever the reason."""
+        """A worker for the exclusive use of the body; it is ended if the body raises."""
         key = _key(platform)
         worker = self._take(key) or self._start()
         try:
@@ -234,7 +234,7 @@ class Pool:
         self._give_back(key, worker)
 
     def warm_up(self, platform: str, request: dict[str, Any]) -> None:
-        """Have a worker at rest that has loaded what a request needs."""
+        """Start an idle worker that has loaded what a request needs."""
         key = _key(platform)
         if (worker := self._take(key)) is None:
             worker = self._start()
@@ -245,7 +245,7 @@ class Pool:
         return self._give_back(key, worker)
 
     def close(self) -> None:
-        """End all workers; those that are at work die under the hands of their threads."""
+        """End all workers, including those in use."""
         with self._lock:
             resting = [worker for workers in self._resting.values() for worker in workers]
             working = [worker for worker in self._all if worker not in resting]
@@ -256,7 +256,7 @@ class Pool:
             worker.end()
 
     def after_fork(self) -> None:
-        """In the child: begin with none."""
+        """In the child process: start with no workers."""
         workers = self._all
         self.__init__()
         for worker in workers:

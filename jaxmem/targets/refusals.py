@@ -1,8 +1,8 @@
-"""What a compiler says when it does not compile: programs too large, and everything else.
+"""Messages of a compiler that does not compile: programs too large, and everything else.
 
-A TPU's compiler refuses a program that is too large, and says in one of several
-ways how large it is.  That is a result, not an error.  By then it has placed all
-buffers, so its own table of them, where there is one, gives the same sum to the byte.
+A TPU's compiler refuses a program that is too large, and gives its size in one of
+several forms.  That is a result, not an error.  Buffer assignment is complete by then,
+so its table of buffers, where there is one, gives the same sum to the byte.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ class TooLarge:
     """How much a program would need, in bytes.
 
     Attributes:
-      required: by all buffers in this memory.
-      available: of it.
-      space: which memory: "hbm", the device's own, or one on the chip, as "vmem".
+      required: bytes of all buffers in this memory.
+      available: size of the memory.
+      space: which memory: "hbm", that of the device, or one on the chip, such as "vmem".
       message: the compiler's first line.
     """
 
@@ -32,7 +32,7 @@ class TooLarge:
 
 
 def too_large(message: str) -> TooLarge | None:
-    """What a compiler's refusal says of sizes; None if it is no refusal of that kind.
+    """The sizes in a compiler's refusal; None if it is not a refusal of that kind.
 
     >>> too_large(
     ...     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
@@ -56,18 +56,18 @@ def too_large(message: str) -> TooLarge | None:
 
 
 def unassembled(message: str) -> bool:
-    """Whether a compiler for a GPU was done, but for the last step: making code of its assembly.
+    """Whether a GPU compiler had finished except for the last step, assembling machine code.
 
-    That wants programs of NVIDIA's (ptxas, libdevice), 120 MB which nothing else here needs:
-    by then all buffers have their places, which are the same with and without.
+    That step needs NVIDIA's tools (ptxas, libdevice), 120 MB which nothing else here needs:
+    buffer assignment is complete by then, and is the same with and without them.
     """
     return any(mark in message for mark in _NO_ASSEMBLER)
 
 
 def stats_of(assignment: str, platform: str) -> dict[str, int | None]:
-    """The compiler's sums, from its table of allocations, for a program that it gave up.
+    """The compiler's sums, from its table of allocations, for a program that it refused.
 
-    Memory spaces are told apart by their colors: on a TPU all but two are on the chip.
+    Memory spaces are identified by their colors: on a TPU all but two are on the chip.
     """
     sums = dict.fromkeys((f"{place}{kind}_bytes" for place in ("", "host_") for kind in _KINDS), 0)
     for size, color, rest in _ALLOCATION.findall(assignment):
@@ -88,7 +88,7 @@ def stats_of(assignment: str, platform: str) -> dict[str, int | None]:
 
 
 def first_line(message: str) -> str:
-    """The first line of a compiler's message that says something."""
+    """The first line of a compiler's message with more than a status."""
     lines = [line.strip() for line in message.splitlines()]
     said = [line for line in lines if line and not _EMPTY.fullmatch(line)]
     return said[0] if said else message.strip()
@@ -117,7 +117,7 @@ _PATTERNS = tuple(
         r"\(size=(?P<required>SIZE)\) would exceed memory \(size=(?P<available>SIZE)\)",
     )
 )
-# A line that is nothing but a status: "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:"
+# A line with only a status: "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:"
 _EMPTY = re.compile(r"(?:[\w.]+:\s*)*")
 
 

@@ -1,8 +1,8 @@
-"""What one accelerator is: its memory and its speeds, and what a compiler has to be told of it.
+"""The description of an accelerator: its memory, its speeds, and what a compiler needs to know.
 
-A `Target` is plain data.  What only the compiler wants hangs below it, as a
-`GpuSpec` or a `TpuSpec`, complete by construction: a GPU described in part
-compiles to other numbers, or kills the process.
+A `Target` is plain data.  What only the compiler needs is in its `spec`, a
+`GpuSpec` or a `TpuSpec`, which must be complete: an incomplete description of a GPU
+gives other numbers, or crashes the compiler.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ Source = Literal["xla", "datasheet", "user"]
 
 @dataclasses.dataclass(frozen=True)
 class GpuSpec:
-    """What XLA has to know of a GPU to compile for it, beyond what a `Target` says.
+    """What XLA must know of a GPU to compile for it, beyond what a `Target` has.
 
     Attributes:
       compute_capability: as "9.0".
       cores: streaming multiprocessors.
       fpus_per_core: float32 units in each.
-      threads_per_core: that can be resident.
-      shared_memory_per_core, shared_memory_optin: bytes, in all and for one block that asks.
+      threads_per_core: resident threads, at most.
+      shared_memory_per_core, shared_memory_optin: bytes, in all and for a block that opts in.
       l2: bytes.
       clock_ghz: the boost clock.
     """
@@ -47,13 +47,13 @@ class GpuSpec:
 
 @dataclasses.dataclass(frozen=True)
 class TpuSpec:
-    """What libtpu has to know to compile for a TPU.
+    """What libtpu must know to compile for a TPU.
 
     Attributes:
-      generation: as libtpu calls it: "v5e".
-      slices: the shapes, in chips, that the topologies of this generation have: "2x2".
-      devices_per_chip: that jax sees.
-      chip_config: libtpu's name of the way its cores are joined; "" for its default.
+      generation: libtpu's name of it: "v5e".
+      slices: the shapes, in chips, of this generation's topologies: "2x2".
+      devices_per_chip: as jax counts them.
+      chip_config: libtpu's name for how the cores of a chip are combined; "" for its default.
     """
 
     generation: str
@@ -71,14 +71,14 @@ class Target:
     """An accelerator, attached or not; figures are for one device.
 
     Attributes:
-      name: what it is asked for by: "h100-80g".
-      device: its vendor's name for it, which jax gives as the kind of an attached one.
+      name: by which it is selected: "h100-80g".
+      device: the vendor's name, which is jax's device kind of an attached one.
       platform: "gpu" or "tpu".
       memory: bytes.
       bandwidth: of that memory, in bytes per second.
       matrix_peak: FLOP per second of dense bf16 matrix products.
-      spec: what the compiler has to be told.
-      devices: how many there are together.
+      spec: what only the compiler needs.
+      devices: how many of them a program is compiled for.
       source: where the facts are from: "xla" agrees with the compiler's own
         descriptions, "datasheet" is from the vendor's, "user" from a file.
       other_names: further kinds by which jax may know an attached one.
@@ -102,7 +102,7 @@ class Target:
 
     @property
     def default_bytes(self) -> int:
-        """What jax takes of the memory unless told otherwise: three quarters of a GPU's.
+        """What jax takes of the memory by default: three quarters of a GPU's.
 
         >>> from jaxmem.targets import target
         >>> target("a100-40g").default_bytes, target("v5e-16g").default_bytes
@@ -111,10 +111,10 @@ class Target:
         return self.memory * 3 // 4 if self.platform == "gpu" else self.memory
 
     def with_devices(self, devices: int) -> "Target":
-        """So many of it together.
+        """This target with this number of devices.
 
         Raises:
-          TypeError, ValueError: it does not come in that number; the message says in which.
+          TypeError, ValueError: there is no slice of that many; the message says which there are.
 
         >>> from jaxmem.targets import target
         >>> target("h100-80g").with_devices(8).devices
@@ -125,13 +125,13 @@ class Target:
         return new
 
     def mesh(self, axes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
-        """A mesh of these devices, for the shardings of arguments; none of them has to exist.
+        """A mesh of these devices, for the shardings of arguments; none of them needs to exist.
 
         Args:
-          axes: names and sizes, the slowest first; their product is the number of devices.
+          axes: names and sizes, slowest first; the product of the sizes is the number of devices.
 
         Raises:
-          TypeError, ValueError: it is not, or `axes` are no such thing.
+          TypeError, ValueError: the product is another number, or `axes` is not such a mapping.
 
         >>> import jax, jaxmem
         >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -157,13 +157,13 @@ class Target:
         return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), kinds)
 
     def missing(self) -> tuple[str, ...]:
-        """What has to be installed to compile for it, each with the line to type; () if nothing."""
+        """What must be installed to compile for it, each with the command; () if nothing."""
         capability = self.spec.compute_capability if isinstance(self.spec, GpuSpec) else ""
         return installed.missing(self.platform, capability)
 
     @property
     def unavailable(self) -> str:
-        """Why what is installed will never compile for it; "" where it does, or is not there.
+        """Why the installed compiler cannot compile for it; "" where it can, or none is installed.
 
         >>> from jaxmem.targets import target
         >>> target("h100-80g").unavailable
@@ -175,10 +175,10 @@ class Target:
 
     @property
     def topology(self) -> dict[str, Any]:
-        """What `jax.experimental.topologies.get_topology_desc` takes for so many devices.
+        """The arguments of `jax.experimental.topologies.get_topology_desc` for these devices.
 
         Raises:
-          ValueError: it does not come in that number.
+          ValueError: there is no slice of that many devices.
         """
         if isinstance(self.spec, GpuSpec):
             return _gpu_topology(self, self.spec)
@@ -192,7 +192,7 @@ def chips(shape: str) -> tuple[int, ...]:
     """The chips along each side of a slice: (2, 4) of "2x4".
 
     Raises:
-      ValueError: it is not written so.
+      ValueError: `shape` is not of this form.
     """
     sides = tuple(int(side) if side.isdecimal() else 0 for side in shape.split("x"))
     if len(sides) not in (2, 3) or min(sides) < 1:
@@ -238,7 +238,7 @@ _COMMON = """\
   thread_dim_limit_z: 64
   device_address_bits: 64
 """
-# Architectures whose own instructions (the "a" of sm_90a) XLA expects on such a device.
+# Architectures for whose specific instructions (the "a" of sm_90a) XLA compiles.
 _ACCELERATED = ("9.0", "10.0")
 
 

@@ -1,4 +1,4 @@
-"""The process that compiles: a script of its own, which knows jax and nothing of jaxmem.
+"""The process that compiles: a stand-alone script that imports jax and not jaxmem.
 
 `pool.py` starts it as ``python -P worker.py FOLDER IDLE PATH``, so that a crash, a
 hang or a lack of memory in a compiler ends this process and no other.  Requests
@@ -28,7 +28,7 @@ from typing import Any
 
 
 def main(folder: str, idle: float, jax_path: str) -> None:
-    """Answer requests, a line of JSON each, until none has come for `idle` seconds."""
+    """Answer requests, one line of JSON each, until none has come for `idle` seconds."""
     # Compilers print on 1 and 2 what they like; the answers have a descriptor of their own.
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -49,7 +49,7 @@ def main(folder: str, idle: float, jax_path: str) -> None:
 
 
 def read(requests: "queue.SimpleQueue[dict[str, Any]]", folder: str) -> None:
-    """Pass requests on; when the input ends, so does the process, whatever it is doing."""
+    """Queue requests; exit the process when the input ends, whatever it is doing."""
     for line in sys.stdin.buffer:
         requests.put(json.loads(line))
     shutil.rmtree(folder, ignore_errors=True)  # if the client died, nobody else will
@@ -57,7 +57,7 @@ def read(requests: "queue.SimpleQueue[dict[str, Any]]", folder: str) -> None:
 
 
 def serve(request: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The answer to a request, whatever happens."""
+    """The answer to a request; an error becomes an answer too."""
     try:
         import jax
 
@@ -68,7 +68,7 @@ def serve(request: dict[str, Any], folder: str) -> dict[str, Any]:
             return {}
         return compile_program(request, folder)
     except Exception as error:
-        # Whatever it is, this process is whole, and the client is to hear of it.
+        # The process itself is unharmed, so the client gets the error as an answer.
         return {"error": str(error) or repr(error), "kind": type(error).__name__}
 
 
@@ -76,7 +76,7 @@ _topologies: dict[str, list[Any]] = {}
 
 
 def devices(topology: dict[str, Any]) -> list[Any]:
-    """The absent devices of a topology; making them loads the compiler."""
+    """The absent devices of a topology; creating them loads the compiler."""
     from jax.experimental import topologies
 
     key = json.dumps(topology, sort_keys=True)
@@ -89,7 +89,7 @@ def devices(topology: dict[str, Any]) -> list[Any]:
 
 
 def compile_program(request: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Compile, leave the texts in the folder, and say what the compiler says."""
+    """Compile, write the texts to the folder, and return the compiler's figures."""
     import jax
     from jax import export
 
@@ -162,7 +162,7 @@ def lower(program: Any, request: dict[str, Any]) -> Any:
 
 
 def mesh_of(program: Any, absent: list[Any], axes: list[list[Any]]) -> Any:
-    """The devices in the mesh that the program was traced with, kinds of axes and all."""
+    """The devices in the mesh that the program was traced with, including the kinds of its axes."""
     import numpy as np
     from jax.sharding import AxisType, Mesh
 
@@ -180,7 +180,7 @@ def mesh_of(program: Any, absent: list[Any], axes: list[list[Any]]) -> Any:
 
 
 def stats(analysis: Any) -> dict[str, int]:
-    """The compiler's sums; none if it gives none."""
+    """The compiler's sums; empty if it gives none."""
     if analysis is None:
         return {}
     found = {
@@ -194,7 +194,7 @@ def stats(analysis: Any) -> dict[str, int]:
 
 
 def dumped(folder: str) -> dict[str, str]:
-    """The texts about the program itself, not about what was compiled on the way to it."""
+    """The texts of the program itself, not of modules compiled before it."""
     end = "-buffer-assignment.txt"
     # "module_0042.jit_call.….after_optimizations-buffer-assignment.txt"
     tables = glob.glob(os.path.join(glob.escape(folder), f"*.jit_call.*{end}"))

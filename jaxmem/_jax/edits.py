@@ -1,0 +1,80 @@
+"""Jaxprs made of others, mostly for looking at."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+from jax._src import core
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem._jax.jaxprs import is_literal, is_var
+from jaxmem._jax.types import Eqn
+
+
+def with_equations(closed: ClosedJaxpr, eqns: Sequence[Eqn]) -> ClosedJaxpr:
+    """A jaxpr with other equations, for looking at: it is not checked."""
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=list(eqns)), closed.consts)
+
+
+def renamed(eqn: Eqn, ins: Sequence[Any], outs: Sequence[Any]) -> Eqn:
+    """An equation with other operands and results."""
+    return eqn.replace(invars=list(ins), outvars=list(outs))
+
+
+def another(var: Any) -> Any:
+    """A new variable of the type of this one."""
+    return core.Var(var.aval)
+
+
+def reordered(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
+    """A jaxpr with its equations in another order, in which each can run."""
+    return with_equations(closed, [closed.jaxpr.eqns[at] for at in order])
+
+
+def followed_by(
+    first: ClosedJaxpr,
+    only: Collection[int],
+    second: ClosedJaxpr,
+    atoms: Sequence[Any],
+    given: Sequence[Any],
+) -> ClosedJaxpr:
+    """Some equations of one jaxpr, then another, for looking at: it is not checked or traced.
+
+    Args:
+      first, only: a jaxpr, and indices of the equations that are taken of it.
+      second: what follows.
+      atoms: of `first`, what the first inputs of `second` are.
+      given: of `first`, what is an input; no equation that is taken makes it, then.
+    """
+    place = dict(zip(second.jaxpr.invars, atoms, strict=False))
+    known = frozenset(given)
+
+    def outer(several: Sequence[Any]) -> list[Any]:
+        return [a if is_literal(a) else place.get(a, a) for a in several]
+
+    def without_given(eqn: Eqn) -> Eqn:
+        outs = [core.DropVar(v.aval) if v in known else v for v in eqn.outvars]
+        return eqn.replace(outvars=outs) if known.intersection(eqn.outvars) else eqn
+
+    jaxpr = second.jaxpr
+    eqns = [
+        *(without_given(first.jaxpr.eqns[at]) for at in sorted(only)),
+        *(eqn.replace(invars=outer(eqn.invars)) for eqn in jaxpr.eqns),
+    ]
+    return ClosedJaxpr(
+        core.Jaxpr(
+            constvars=[*first.jaxpr.constvars, *jaxpr.constvars],
+            invars=[*given, *jaxpr.invars[len(atoms) :]],
+            outvars=outer(jaxpr.outvars),
+            eqns=eqns,
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        ),
+        [*first.consts, *second.consts],
+    )
+
+
+def as_program(eqn: Eqn) -> ClosedJaxpr:
+    """A jaxpr of this one equation."""
+    ins = list(dict.fromkeys(atom for atom in eqn.invars if is_var(atom)))
+    empty = jax.make_jaxpr(lambda *args: args)(*(var.aval for var in ins))
+    return ClosedJaxpr(empty.jaxpr.replace(invars=ins, outvars=eqn.outvars, eqns=[eqn]), ())

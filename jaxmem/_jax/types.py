@@ -1,0 +1,63 @@
+"""Types of values: zeros, stacks, tangents, and what differs from device to device."""
+
+import math
+from typing import Any
+
+import jax
+from jax._src import ad_util, core
+from jax._src.lax import lax as lax_internal
+
+Eqn = Any
+
+Aval = Any
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is of a function that is being traced, differentiated or mapped."""
+    return isinstance(value, core.Tracer)
+
+
+def as_array(value: Any, aval: Aval) -> Any:
+    """A result as `jax.Array`; in a jaxpr scalars that are constant are none."""
+    if isinstance(value, jax.Array):
+        return value
+    return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def zeros_like(x: Any) -> Any:
+    """Zeros of the cotangent type of an array, with its sharding and varying axes."""
+    return ad_util.zeros_like_aval(core.typeof(x).to_ct_aval())
+
+
+def stacked(aval: Aval, length: int) -> Aval:
+    """The type of so many values of a type, stacked along a new leading axis."""
+    return core.unmapped_aval(length, 0, aval)
+
+
+def unfilled(aval: Aval, length: int) -> Any:
+    """Room for so many values of a type, to be written before it is read."""
+    if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.numpy.empty((length, *aval.shape), aval.dtype)
+    return ad_util.zeros_like_aval(stacked(aval, length))
+
+
+def varying(value: Any) -> frozenset[str]:
+    """Mesh axes along which a value differs from device to device, inside `shard_map`."""
+    kind = getattr(jax.typeof(value), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))
+
+
+def shards() -> int:
+    """How many devices run what is traced now, each its own copy: those of a `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in getattr(mesh, "manual_axes", ()))
+
+
+def has_tangent(aval: Aval) -> bool:
+    """Whether values of this type can be differentiated at all."""
+    return aval.to_tangent_aval().dtype != jax.dtypes.float0
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of random keys."""
+    return jax.numpy.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key)

@@ -1,0 +1,1 @@
+"""Atomic files, strict records, numbers as text: general helpers."""

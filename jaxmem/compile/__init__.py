@@ -1,0 +1,1 @@
+"""Compilation of traced programs, here or for an absent accelerator."""

@@ -1,0 +1,327 @@
+"""Compile a program and analyse the result: here, or in a worker for an absent accelerator.
+
+The attached backend compiles in this process, since only the process that has
+initialised a GPU can use it.  For a named target the program is exported in portable
+form, and the result is cached on disk.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxmem import hlo, targets
+from jaxmem._util.records import from_data, to_data
+from jaxmem.compile import options as compiler_options
+from jaxmem.compile.digest import digest
+from jaxmem.compile.program import Exported, Program
+from jaxmem.hlo.analysis import Analysis, analyse
+from jaxmem.targets import installed
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a compilation, as it is cached on disk.
+
+    Attributes:
+      stats: the compiler's sums, in bytes.
+      analysis: of the compiler's texts; None where it gave none.
+      versions: of the packages that compiled it.
+      seconds: the compile time.
+      too_large_bytes: what it would need, where the compiler refused it as too large.
+      message: the refusal.
+      assembled: whether machine code was produced; memory is assigned before that.
+      log: what the compiler printed.
+    """
+
+    stats: dict[str, int | None]
+    analysis: Analysis | None
+    versions: dict[str, str]
+    seconds: float
+    too_large_bytes: int | None = None
+    message: str = ""
+    assembled: bool = True
+    log: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled(Outcome):
+    """A compiled program: the outcome, and what it was compiled for.
+
+    Attributes:
+      kept: indices of the arguments that the compiled program reads.
+      target, device, platform, devices: what it was compiled for.
+      capacity_bytes, default_capacity_bytes: of one device, and what jax takes of it by default.
+      bandwidth, matrix_peak: bytes and floating-point operations per second.
+      flags: the options it was compiled with.
+      cached: whether the outcome is from the cache on disk.
+    """
+
+    kept: tuple[int, ...]
+    target: str
+    device: str
+    platform: str
+    devices: int
+    capacity_bytes: int | None
+    default_capacity_bytes: int | None
+    bandwidth: float | None
+    matrix_peak: float | None
+    flags: dict[str, str]
+    cached: bool = False
+
+
+# ---------------------------------------------------------------- API
+
+
+def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
+    """Compile for the attached backend, in this process.
+
+    Raises:
+      RuntimeError: it gives no memory analysis.
+      ValueError: it does not know an option.
+    """
+    lowered = program.traced.lower()
+    with compiler_options.named():
+        compiled, texts, seconds = compile_with_texts(lowered, options)
+    memory = compiled.memory_analysis()
+    device = _device(compiled)
+    if memory is None:
+        raise RuntimeError(
+            f"the {device.platform} backend gave no memory analysis of this program, so there is "
+            "nothing to report; a program that runs nothing on the device has none, and neither "
+            "have some plugins"
+        )
+    found = _analysed(compiled.as_text(), *texts)
+    shardings = _shardings(compiled)
+    known = targets.by_device_kind(device.device_kind)
+    return Compiled(
+        stats=_stats(memory),
+        analysis=found,
+        kept=tuple(k for k, sharding in enumerate(shardings) if sharding is not None),
+        target=device.device_kind,
+        device=device.device_kind,
+        platform=device.platform,
+        devices=max((len(s.device_set) for s in shardings if s is not None), default=1),
+        capacity_bytes=(_memory_stats(device) or {}).get("bytes_limit"),
+        default_capacity_bytes=None,
+        bandwidth=known and known.bandwidth,
+        matrix_peak=known and known.matrix_peak,
+        versions=installed.versions(device.platform),
+        flags=_flags(options),
+        seconds=seconds,
+    )
+
+
+def compile_with_texts(
+    lowered: Any, options: dict[str, Any] | None = None
+) -> tuple[Any, tuple[str, str], float]:
+    """Compile here, and read the buffer assignment and live ranges that the compiler dumps.
+
+    A program from jax's compilation cache has no such texts, and is compiled once more
+    without that cache.
+
+        Returns:
+          The compiled program, its buffer assignment and its live ranges ("" for one that
+          this compiler does not write), and the seconds that it took.
+    """
+    for attempt in (contextlib.nullcontext, _without_jax_cache):
+        start = time.perf_counter()
+        with attempt(), tempfile.TemporaryDirectory(prefix="jaxmem-") as dump:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": dump, **(options or {})})
+            seconds = time.perf_counter() - start
+            texts = _dumped(Path(dump), "buffer-assignment"), _dumped(Path(dump), "live-range")
+        if all(texts) or not getattr(jax.config, "jax_compilation_cache_dir", None):
+            break
+    return compiled, texts, seconds
+
+
+@contextlib.contextmanager
+def _without_jax_cache() -> Iterator[None]:
+    """Disable jax's compilation cache, which reads its settings only after a reset."""
+    before = getattr(jax.config, "jax_enable_compilation_cache", True)
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+def _analysed(*texts: str | None) -> Analysis | None:
+    """The analysis of the texts; None where there are none, or their format is unknown."""
+    try:
+        return analyse(*(text or "" for text in texts)) if all(texts) else None
+    except ValueError:
+        return None
+
+
+def _shardings(compiled: Any) -> list[Any]:
+    """The sharding of each argument; None for an unused one, which jit dropped."""
+    avals, given = (
+        jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+        for tree in (compiled.in_avals, compiled.input_shardings)
+    )
+    # A None that was an argument itself is among the types, too.
+    return [s for aval, s in zip(avals, given, strict=True) if aval is not None]
+
+
+def _stats(memory: Any) -> dict[str, int | None]:
+    names = ("argument", "output", "alias", "temp")
+    stats: dict[str, int | None] = {
+        f"{place}{name}_bytes": getattr(memory, f"{place}{name}_size_in_bytes")
+        for place in ("", "host_")
+        for name in names
+    }
+    return {**stats, "peak_bytes": getattr(memory, "peak_memory_in_bytes", None)}
+
+
+def _dumped(folder: Path, kind: str) -> str:
+    """The text of this kind that the compiler dumped for the largest module."""
+    found = sorted(folder.glob(f"*-{kind}.txt"), key=lambda path: path.stat().st_size)
+    return found[-1].read_text() if found else ""
+
+
+def _device(compiled: Any) -> Any:
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        for device in getattr(sharding, "device_set", ()):
+            return device
+    return jax.devices()[0]
+
+
+def _memory_stats(device: Any) -> dict[str, Any] | None:
+    try:
+        return device.memory_stats()
+    except (RuntimeError, NotImplementedError):  # not every runtime keeps them
+        return None
+
+
+def compile_elsewhere(
+    program: Program,
+    target: "targets.Target",
+    options: dict[str, Any],
+    timeout: float,
+    cache: bool,
+) -> Compiled:
+    """Compile for a named target in a worker, or read the result from the cache.
+
+    Raises:
+      jaxmem.CompileError: see `jaxmem.targets.compile_for`.
+      ValueError: the program is sharded over another number of devices than the target has, or
+        the compiler does not know an option.
+    """
+    try:
+        exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
+    except ImportError as error:  # of what comes with the compilers
+        raise targets.CompileError("; ".join(target.missing()) or str(error)) from None
+    target = _for_devices(target, exported)
+    store = targets.Cache() if cache else None
+    key = _key(exported, target, options)
+    found = _read(store.get(key)) if store else None
+    cached = found is not None
+    if found is None:
+        with compiler_options.named():
+            compiled = targets.compile_for(
+                target,
+                exported.blob,
+                donate=exported.donate,
+                mesh_axes=exported.mesh,
+                memory_kinds=exported.memory_kinds,
+                compiler_options=options,
+                timeout=timeout,
+            )
+        found = _outcome(compiled, target)
+        if store:
+            store.put(key, to_data(found))
+    return Compiled(
+        **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
+        kept=exported.kept,
+        target=target.name,
+        device=target.device,
+        platform=target.platform,
+        devices=target.devices,
+        capacity_bytes=target.memory,
+        default_capacity_bytes=target.default_bytes,
+        bandwidth=target.bandwidth,
+        matrix_peak=target.matrix_peak,
+        flags=_flags(options),
+        cached=cached,
+    )
+
+
+def _read(data: Any) -> Outcome | None:
+    """The cached outcome; None if there is none, or another version of jaxmem wrote it."""
+    try:
+        return data and from_data(Outcome, data)
+    except ValueError:
+        return None
+
+
+def _outcome(output: "targets.CompilerOutput", target: "targets.Target") -> Outcome:
+    if output.too_large_space == "vmem":
+        raise targets.CompileError(
+            f"a kernel of the program needs more on-chip memory than {target.name} has: "
+            f"{output.message}",
+            output.log,
+        )
+    return Outcome(
+        stats=output.stats,
+        analysis=_analysed(output.hlo, output.assignment, output.live_range),
+        versions=output.versions,
+        seconds=output.seconds,
+        too_large_bytes=output.too_large_bytes,
+        message=output.message,
+        assembled=output.assembled,
+        log=output.log,
+    )
+
+
+def _for_devices(target: "targets.Target", exported: Exported) -> "targets.Target":
+    if exported.devices == target.devices:
+        return target
+    if target.devices == 1:
+        return target.with_devices(exported.devices)
+    raise ValueError(
+        f"the arguments are sharded over {exported.devices} device(s), and the target "
+        f"{target.name} has {target.devices}; make the mesh of the shardings with "
+        f"jaxmem.target({target.name!r}, devices={target.devices}).mesh(...)"
+    )
+
+
+def _key(exported: Exported, target: "targets.Target", options: dict[str, Any]) -> str:
+    return targets.Cache.key(
+        program=digest(exported.module),
+        kept=exported.kept,
+        target=repr(target),
+        mesh=exported.mesh,
+        donate=exported.donate,
+        memory_kinds=exported.memory_kinds,
+        flags=_flags(options),
+        settings=targets.settings(),
+        versions=targets.versions(target),
+        reader=_reader_digest(),
+    )
+
+
+@functools.cache
+def _reader_digest() -> str:
+    """A digest of the code that reads the compiler's texts."""
+    code = (path.read_bytes() for path in sorted(Path(hlo.__path__[0]).glob("*.py")))
+    return hashlib.sha256(b"".join(code)).hexdigest()
+
+
+def _flags(options: dict[str, Any]) -> dict[str, str]:
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    set_here = {name: os.environ[name] for name in names if os.environ.get(name)}
+    return {**set_here, **{key: str(value) for key, value in options.items()}}

@@ -1,0 +1,320 @@
+"""The backward pass of one layer, operation by operation.
+
+First what is recomputed, from the tape, then what pulls the gradients back.  In a loop over
+layers that order does: one layer's values are few.  Of many operations outside of loops each has
+to wait until the gradient comes by that needs it, since what is recomputed early is live
+till then; and what is elementwise is computed for each that reads it, since one that was computed
+for the first is live till the last.  Compilers do not see to that, so barriers do.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.estimate.liveness import in_memory
+from jaxmem.trace.layer import Layer, nbytes
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One operation that pulls gradients back, and what is recomputed for it.
+
+    Attributes:
+      again: places of operations, which stand in front of it.
+      operation: its place.
+      anew: whether what was recomputed so far, and is no kernel's, is forgotten before it.
+      waits: for what `again` has to wait, as it makes something large: the gradients that it
+        is for, and what the kernel before made, so that branches come one after the other.
+      first: gradients that wait for the operation, which is done with something large.
+    """
+
+    again: range
+    operation: int
+    anew: bool
+    waits: tuple[Any, ...]
+    first: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """The backward pass of a layer: (consts, xs, tape, gradients of results) -> gradients.
+
+    Attributes:
+      closed: its operations.
+      consts, xs, tape, gradients: its inputs.
+      turns: its operations in groups, if it goes by turns; what follows the last one belongs to
+        none.
+    """
+
+    closed: ClosedJaxpr
+    consts: list[Any]
+    xs: list[Any]
+    tape: list[Any]
+    gradients: list[Any]
+    turns: tuple[Turn, ...] = ()
+
+
+# ---------------------------------------------------------------- API
+
+
+def backward_of(layer: Layer, in_turn: bool = False) -> Backward:
+    """The backward pass of a layer.
+
+    Args:
+      in_turn: whether what is recomputed stands right in front of what reads it, several
+        times if need be, and not in front of everything.
+    """
+    forward, reverse = layer.linearised, layer.transposed
+    tape = [layer.values[place] for place in layer.kept if place is not None]
+    again = _jax.needed(forward, layer.residuals, keep_effects=False, given=tape)
+    consts, _, xs = layer.body.split_in(forward.jaxpr.invars)
+    closed = _jax.followed_by(forward, again, reverse, layer.residuals, [*consts, *xs, *tape])
+    gradients = reverse.jaxpr.invars[len(layer.residuals) :]
+    if not in_turn:
+        return Backward(closed, consts, xs, tape, gradients)
+    order = _Order(closed, len(again), gradients)
+    closed = _jax.with_equations(closed, order.eqns)
+    return Backward(closed, consts, xs, tape, gradients, tuple(order.turns))
+
+
+def pulled_back_in_turn(
+    layer: Layer,
+    consts: Sequence[Any],
+    x: Sequence[Any],
+    tape: Sequence[Any],
+    ct_carry: Sequence[Any],
+    ct_y: Sequence[Any],
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """As `Layer.pullback`; what is recomputed waits for the gradient that needs it."""
+    backward = backward_of(layer, in_turn=True)
+    closed = backward.closed
+    pairs = zip(layer.kept, tape, strict=True)
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(backward.consts, consts, strict=True))
+    values.update(zip(backward.xs, x, strict=True))
+    values.update((layer.values[place], value) for place, value in pairs if place is not None)
+    values.update(zip(backward.gradients, [*ct_carry, *ct_y], strict=True))
+    # What is read to recompute is taken from behind a barrier: a compiler would else find
+    # that it has the results already.
+    behind: dict[Any, Any] = {}
+    for turn in backward.turns:
+        if turn.anew:
+            behind.clear()
+        if turn.again:
+            again = [closed.jaxpr.eqns[at] for at in turn.again]
+            reads = [var for var in _read(again) if var not in behind]
+            waits, later = tied([values[var] for var in turn.waits], [values[var] for var in reads])
+            values.update(zip(turn.waits, waits, strict=True))
+            behind.update(zip(reads, later, strict=True))
+            with jax.named_scope(_jax.RECOMPUTED):
+                found = _jax.evaluate_each(again, behind)
+            # What is no kernel's is read in this turn and not behind a barrier.
+            behind.update(found)
+            values.update(found)
+        eqn = closed.jaxpr.eqns[turn.operation]
+        values.update(_jax.evaluate_each([eqn], values))
+        if turn.first:
+            outs = [var for var in eqn.outvars if not _jax.is_dropped(var)]
+            done, later = tied([values[var] for var in outs], [values[var] for var in turn.first])
+            values.update(zip([*outs, *turn.first], [*done, *later], strict=True))
+    done = backward.turns[-1].operation + 1 if backward.turns else 0
+    values.update(_jax.evaluate_each(closed.jaxpr.eqns[done:], values))
+    return layer.by_role(a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars)
+
+
+def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Both, behind a barrier: the values are there only once the first are.
+
+    What of a barrier's results nobody reads XLA takes out of it, so that all are to be used.  What
+    goes through one varies, under `shard_map`, over all mesh axes that any of it varies over:
+    values of a kind have one together, with those of `first` that are of that kind.
+    """
+    found, before = list(values), list(first)
+    for kind in dict.fromkeys(map(_jax.varying, values)):
+        places = [place for place, value in enumerate(values) if _jax.varying(value) == kind]
+        same = [place for place, value in enumerate(before) if _jax.varying(value) == kind]
+        several = [*(before[place] for place in same), *(values[place] for place in places)]
+        fenced = lax.optimization_barrier(several)
+        for place, value in zip(same, fenced[: len(same)], strict=True):
+            before[place] = value
+        for place, value in zip(places, fenced[len(same) :], strict=True):
+            found[place] = value
+    return before, found
+
+
+# ---------------------------------------------------------------- implementation
+
+
+# What is smaller than this part of the gradient need not wait for it.
+_LARGE = 16
+# What reads more than this beside its own size is not computed several times.
+_LIGHT = 1.05
+# Products that do no more operations for each byte that they make are, as a convolution of an
+# image's three channels (accelerators do hundreds in the time in which they write a byte), if
+# together they are no larger a part of all products than this.
+_THIN = 16
+_ASIDE = 1 / 100
+
+
+class _Order:
+    """The operations of a backward pass, what is recomputed in front of what reads it.
+
+    Attributes:
+      eqns: in their order; what stands there several times has results of other names.
+      turns: which of these belong together.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, count: int, gradients: Sequence[Any]) -> None:
+        jaxpr = closed.jaxpr
+        self.eqns: list[Any] = []
+        self.turns: list[Turn] = []
+        self._again = jaxpr.eqns[:count]
+        self._makers = {var: at for at, eqn in enumerate(self._again) for var in eqn.outvars}
+        self._stored = in_memory(jaxpr)
+        self._thin = _thin_products(jaxpr.eqns, count)
+        self._lasting = self._lasts()
+        # What a value that is recomputed is called now; those that last and those that do not.
+        self._kept: dict[Any, Any] = {}
+        self._now: dict[Any, Any] = {}
+        self._used: set[Any] = set()
+        self._large: set[Any] = set()
+        self._following = set(gradients)
+        # What the last kernel made, what follows from that, and whether it stands right in front.
+        self._before: tuple[Any, ...] = ()
+        self._behind: set[Any] = set()
+        self._ended = False
+        for eqn in jaxpr.eqns[count:]:
+            self._place(eqn)
+        # Gradients that are values of the forward pass as they stand.
+        self._compute(self._wanted(filter(_jax.is_var, jaxpr.outvars)))
+
+    def _lasts(self) -> set[Any]:
+        """What is recomputed once: the results of dear kernels, and what reads much."""
+        behind: dict[Any, frozenset[Any]] = {}
+        found: set[Any] = set()
+        for at, eqn in enumerate(self._again):
+            atoms = filter(_jax.is_var, eqn.invars)
+            taken = frozenset().union(*(behind.get(a, frozenset([a])) for a in atoms))
+            kernel = kind_of(eqn) in ("kernel", "reduction") and at not in self._thin
+            size = sum(nbytes(var.aval) for var in taken)
+            for var in eqn.outvars:
+                stored = var in self._stored
+                if kernel or (stored and size > _LIGHT * nbytes(var.aval)):
+                    found.add(var)
+                behind[var] = frozenset([var]) if kernel or stored else taken
+        return found
+
+    def _place(self, eqn: Any) -> None:
+        """One operation that pulls gradients back, with what it needs in front."""
+        atoms = list(dict.fromkeys(filter(_jax.is_var, eqn.invars)))
+        gradients = [atom for atom in atoms if atom in self._following]
+        size = max((nbytes(var.aval) for var in gradients), default=0)
+        kernel = kind_of(eqn) == "kernel"
+        wanted = self._wanted(atoms)
+        large = self._made_large(wanted, size, kernel)
+        if anew := bool(large and self._now):
+            self._now.clear()
+            wanted = self._wanted(atoms)
+            large = self._made_large(wanted, size, kernel)
+        start = len(self.eqns)
+        self._compute(wanted)
+        self._large.update(self._called(var) for var in large)
+        ins = [self._called(a) if _jax.is_var(a) else a for a in eqn.invars]
+        done = kernel and any(_jax.is_var(a) and a in self._large for a in ins)
+        self.turns.append(
+            Turn(
+                again=range(start, len(self.eqns)),
+                operation=len(self.eqns),
+                anew=anew or self._ended,
+                waits=self._waits(gradients) if large else (),
+                first=tuple(gradients) if done else (),
+            )
+        )
+        self.eqns.append(_jax.renamed(eqn, ins, eqn.outvars))
+        if gradients:
+            self._following.update(eqn.outvars)
+        if kernel:
+            self._now.clear()
+            self._before = tuple(var for var in eqn.outvars if not _jax.is_dropped(var))
+            self._behind = set(self._before)
+        elif any(atom in self._behind for atom in atoms):
+            self._behind.update(eqn.outvars)
+        self._ended = kernel
+
+    def _waits(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """These gradients, and the last kernel, if they are there without it."""
+        if any(atom in self._behind for atom in gradients):
+            return tuple(gradients)  # more in the barrier would be live for nothing
+        return (*gradients, *self._before)
+
+    def _wanted(self, atoms: Iterable[Any]) -> list[int]:
+        """Places of what has to be recomputed for these to be there."""
+        found: set[int] = set()
+        pending = list(atoms)
+        while pending:
+            var = pending.pop()
+            if var in self._kept or var in self._now:
+                continue
+            if (at := self._makers.get(var)) is not None and at not in found:
+                found.add(at)
+                pending += filter(_jax.is_var, self._again[at].invars)
+        return sorted(found)
+
+    def _made_large(self, wanted: Sequence[int], size: int, for_kernel: bool) -> list[Any]:
+        """What of it will be in memory, and is not small beside the gradient.
+
+        What is elementwise and not for a kernel is fused into what it is for.
+        """
+        eqns = [self._again[at] for at in wanted]
+        if not for_kernel and all(kind_of(eqn) != "kernel" for eqn in eqns):
+            return []
+        made = [var for eqn in eqns for var in eqn.outvars]
+        return [var for var in made if var in self._stored and nbytes(var.aval) * _LARGE >= size]
+
+    def _compute(self, wanted: Sequence[int]) -> None:
+        for at in wanted:
+            eqn = self._again[at]
+            outs = [var if var not in self._used else _jax.another(var) for var in eqn.outvars]
+            self._used.update(eqn.outvars)
+            ins = [self._called(a) if _jax.is_var(a) else a for a in eqn.invars]
+            self.eqns.append(_jax.renamed(eqn, ins, outs))
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                (self._kept if var in self._lasting else self._now)[var] = out
+
+    def _called(self, var: Any) -> Any:
+        return self._kept.get(var) or self._now.get(var, var)
+
+
+def _thin_products(eqns: Sequence[Any], count: int) -> set[int]:
+    """Of the first so many operations, products so small that each who reads one does it himself.
+
+    They read nothing that is recomputed: else that would be, each time, with all before it.
+    """
+    products = list(map(flops.matmul_flops, eqns))
+    left = _ASIDE * sum(products)
+    found: set[int] = set()
+    anew: set[Any] = set()
+    for at, eqn in enumerate(eqns[:count]):
+        is_anew = any(atom in anew for atom in filter(_jax.is_var, eqn.invars))
+        if is_anew or kind_of(eqn) != "view":
+            anew.update(eqn.outvars)
+        made = sum(nbytes(var.aval) for var in eqn.outvars)
+        if not is_anew and 0 < products[at] <= min(_THIN * made, left):
+            found.add(at)
+            left -= products[at]
+    return found
+
+
+def _read(eqns: Sequence[Any]) -> list[Any]:
+    """What operations read and do not make."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    atoms = (atom for eqn in eqns for atom in eqn.invars)
+    return [a for a in dict.fromkeys(filter(_jax.is_var, atoms)) if a not in made]

@@ -1,0 +1,454 @@
+"""How many bytes of a traced program are live at once, as compilers are taken to fuse it.
+
+Values die at their last use, in the order in which they are traced.  Chains of elementwise
+operations are computed inside of what reads them, and are in memory only where a kernel reads
+them; they are then written over an array of their size that is read there for the last time.
+Where matrix products compute their operands themselves (on TPUs), what only they read is not in
+memory either.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.layers.pooling import placing_bytes
+from jaxmem.trace.layer import nbytes
+
+# ---------------------------------------------------------------- API
+
+
+def peak_live_bytes(closed: ClosedJaxpr, **how: Any) -> int:
+    """The most bytes live at once, of what is computed; see `peak_live`."""
+    return peak_live(closed, **how)[0]
+
+
+def peak_live(
+    closed: ClosedJaxpr,
+    copied: Collection[Any] = (),
+    held: Sequence[Any] = (),
+    fuses_operands: bool = False,
+    layout_copies: Collection[Any] = (),
+    exact: Collection[Any] = (),
+    of_products: Collection[Any] = (),
+    split_results: Collection[Any] = (),
+    live_to_end: Collection[Any] = (),
+    calls_libraries: bool = False,
+    of_calls: Collection[Any] = (),
+) -> tuple[int, frozenset[Any]]:
+    """The most bytes live at once, of what is computed, and which of `held` are then.
+
+    Args:
+      copied: inputs that are copied when they are first read.
+      held: inputs that are live from the start till they are last read.
+      fuses_operands: whether matrix products compute their operands themselves, and store
+        rounded what nothing else reads; see `jaxmem.estimate.roofline.Roofline`.
+      layout_copies: of `copied`, what is copied once more, to another layout.
+      exact: inputs that are not stored rounded.
+      of_products: inputs that matrix products made; such a product may as well compute what
+        follows from the input, and make that in its place.
+      split_results: results each of which is an array by itself in the end, and no part of
+        something larger, as the gradients of what was concatenated could be.
+      live_to_end: of `held`, what is live to the end, since others read it later.
+      calls_libraries: whether some operations are calls into a library, see `by_library`.
+      of_calls: inputs that such calls made.
+    """
+    jaxpr = closed.jaxpr
+    rounded = read_rounded(jaxpr).difference(exact) if fuses_operands else set()
+    stored = in_memory(jaxpr, fuses_operands, of_products)
+    lives = _Lives(closed, held, stored, rounded, _cut_out(jaxpr) if fuses_operands else ())
+    waiting = set(copied)
+    if calls_libraries:
+        lives.never_over(of_calls)
+    for at, eqn in enumerate(jaxpr.eqns):
+        if calls_libraries:
+            lives.run_by_gpu(at, eqn)
+        for atom in eqn.invars:
+            if _jax.is_var(atom) and atom in waiting:
+                waiting.discard(atom)
+                lives.make(atom, at)
+                if atom in layout_copies:
+                    lives.besides(atom, at)
+        lives.evaluate(at, eqn)
+    for atom in filter(_jax.is_var, jaxpr.outvars):
+        lives.read(atom, len(jaxpr.eqns))
+    for var in live_to_end:
+        lives.read(var, len(jaxpr.eqns))
+    for var in split_results:
+        lives.part(len(jaxpr.eqns), var, var)
+    return lives.peak()
+
+
+def by_library(eqn: Any) -> bool:
+    """Whether GPUs call a library (cuDNN) for an operation.
+
+    The call returns a workspace, too, and XLA lets an operation write over an array only if that is
+    the whole result of what made it.
+    """
+    return eqn.primitive.name == "conv_general_dilated"
+
+
+def copied_to_swap(eqn: Any) -> int:
+    """Bytes that a library's convolution takes besides, to be done with its operands swapped.
+
+    On GPUs XLA swaps them where the kernel is the larger in space (its pass is named
+    `ConvOperandSwapper`): for the gradient of a kernel behind which images are larger than before,
+    by their padding.  Both are copied, one after the other, each in its time in the place of what
+    it is made of.
+    """
+    if not by_library(eqn):
+        return 0
+    sides = eqn.params["dimension_numbers"]
+    image, kernel = (atom.aval for atom in eqn.invars)
+    if eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1:
+        return 0
+    over = math.prod(image.shape[side] for side in sides.lhs_spec[2:])
+    if math.prod(kernel.shape[side] for side in sides.rhs_spec[2:]) <= over:
+        return 0
+    return max(nbytes(image), nbytes(kernel))
+
+
+def in_memory(
+    jaxpr: Any, fuses_operands: bool = False, of_products: Collection[Any] = ()
+) -> set[Any]:
+    """The values that a compiler has in memory at all: what kernels make and take.
+
+    Args:
+      fuses_operands, of_products: see `peak_live`.
+    """
+    taken = read_by_kernels(jaxpr)
+    if fuses_operands:
+        taken -= _Ends(jaxpr, of_products).inside_of_products
+    found = {*jaxpr.invars, *jaxpr.constvars, *taken}
+    for eqn in jaxpr.eqns:
+        kind = kind_of(eqn)
+        if kind in ("kernel", "reduction"):
+            found.update(eqn.outvars)
+        if kind == "view" and any(_jax.is_var(a) and a in found for a in eqn.invars[:1]):
+            found.update(eqn.outvars)
+    return found
+
+
+def read_by_kernels(jaxpr: Any) -> set[Any]:
+    """What kernels take, and what that is a view of."""
+    found: set[Any] = set()
+    views: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        kind = kind_of(eqn)
+        if kind == "view" and eqn.invars and _jax.is_var(eqn.invars[0]):
+            views.update((var, eqn.invars[0]) for var in eqn.outvars)
+        if kind == "kernel":
+            for atom in filter(_jax.is_var, eqn.invars):
+                found.update(_behind_views(atom, views))
+    return found
+
+
+def layout_copies(jaxpr: Any) -> set[Any]:
+    """Inputs from which what kernels read transposed follows, element by element.
+
+    On TPUs a transposition is a layout: of the chain behind it, and so of all that it reads.
+    """
+    sources: dict[Any, frozenset[Any]] = {}
+    views: dict[Any, Any] = {}
+    turned: set[Any] = set()
+    found: set[Any] = set()
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        kind = kind_of(eqn)
+        atoms = list(filter(_jax.is_var, eqn.invars))
+        if kind == "view" and atoms:
+            views.update((var, atoms[0]) for var in eqn.outvars)
+            if eqn.primitive.name == "transpose":
+                turned.update(eqn.outvars)
+        if kind in ("fused", "view"):
+            behind = frozenset().union(*(sources.get(atom, frozenset([atom])) for atom in atoms))
+            sources.update((var, behind) for var in eqn.outvars)
+        if kind == "kernel":
+            for atom in atoms:
+                *passed, base = _behind_views(atom, views)
+                if turned.intersection(passed) and base not in inputs:
+                    behind = sources.get(base, frozenset())
+                    found.update(v for v in behind & inputs if v.aval.size == base.aval.size)
+    return found
+
+
+def rounded_where_made(jaxpr: Any, inputs: Collection[Any]) -> set[Any]:
+    """Of inputs that matrix products made, those stored rounded, or what follows in their place."""
+    rounded = read_rounded(jaxpr)
+    behind = _Ends(jaxpr, inputs).behind_products
+    return {var for var in inputs if behind.get(var, var) in rounded}
+
+
+def read_rounded(jaxpr: Any) -> set[Any]:
+    """Values in float32 that nothing reads but matrix products of default precision, and casts.
+
+    Where these products round what they read to bfloat16 (`jaxmem.estimate.roofline.Roofline`),
+    that is what such values are stored as, through loops as well.
+    """
+    exact = set(filter(_jax.is_var, jaxpr.outvars))
+    read: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        atoms = set(filter(_jax.is_var, eqn.invars))
+        read |= atoms
+        if flops.is_matmul(eqn) and _is_default(eqn.params.get("precision")):
+            continue
+        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16:
+            continue
+        seen_through = kind_of(eqn) == "view" and not _is_barrier(eqn)
+        if seen_through and not exact.intersection(eqn.outvars):
+            continue
+        exact |= atoms
+    return {var for var in read - exact if getattr(var.aval, "dtype", None) == jnp.float32}
+
+
+# ---------------------------------------------------------------- implementation
+
+
+class _Lives:
+    """From when to when each array of a program is in memory."""
+
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        held: Sequence[Any],
+        stored: Collection[Any],
+        rounded: Collection[Any],
+        cut_out: Collection[Any] = (),
+    ) -> None:
+        jaxpr = closed.jaxpr
+        self._rounded = rounded
+        self._cut_out = cut_out
+        self._stored = {*filter(_jax.is_var, jaxpr.outvars), *stored}
+        self._length = len(jaxpr.eqns)
+        # Which arrays in memory have to be live for a value to be read.
+        self._behind: dict[Any, frozenset[Any]] = {}
+        self._made: dict[Any, int] = {}
+        self._last: dict[Any, int] = {}
+        self._readers: dict[Any, set[int]] = {}
+        # Operations that may write over what they read, with what each makes.
+        self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
+        # What is not written over: through a barrier compilers do not see that something is read
+        # for the last time.
+        self._passed: set[Any] = set()
+        # What operations have to themselves; and poolings that are reversed in two steps, with what
+        # was pooled, what is made of it, and what either step has to itself.
+        self._work: list[tuple[int, int]] = []
+        self._pooled: list[tuple[int, frozenset[Any], Any, int, int]] = []
+        self._held = frozenset(held)
+        for var in held:
+            self.make(var, 0)
+
+    def make(self, var: Any, at: int) -> None:
+        """An array is in memory from here on."""
+        self._made[var] = self._last[var] = at
+        self._behind[var] = frozenset([var])
+
+    def besides(self, var: Any, at: int) -> None:
+        """A second copy of an array is in memory here."""
+        self._work.append((at, self._bytes(var)))
+
+    def never_over(self, made: Collection[Any]) -> None:
+        """Nothing is written over these."""
+        self._passed.update(made)
+
+    def run_by_gpu(self, at: int, eqn: Any) -> None:
+        """What an operation has to itself besides, and whether its results are a library's."""
+        if by_library(eqn):
+            self.never_over(eqn.outvars)
+            self._work.append((at, copied_to_swap(eqn)))
+        elif (placing := placing_bytes(eqn)) is not None:
+            self._pooled.append((at, self._behind_of(eqn.invars[1]), eqn.outvars[0], *placing))
+
+    def read(self, atom: Any, at: int) -> frozenset[Any]:
+        """What is behind a value is live until here at least."""
+        behind = self._behind_of(atom)
+        self._last.update(dict.fromkeys(behind, at))
+        return behind
+
+    def evaluate(self, at: int, eqn: Any) -> None:
+        """Take note of what one operation reads and makes."""
+        if _is_barrier(eqn):
+            for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+                self._pass(at, atom, var)
+            return
+        kind = kind_of(eqn)
+        made = [
+            var
+            for var in eqn.outvars
+            if kind in ("kernel", "reduction")
+            or (var in self._stored and kind != "view")
+            or var in self._cut_out
+        ]
+        behind = frozenset().union(*(self._behind_of(atom) for atom in eqn.invars))
+        for var in eqn.outvars:
+            self._behind[var] = behind
+        if made:
+            self._last.update(dict.fromkeys(behind, at))
+            for var in behind:
+                self._readers.setdefault(var, set()).add(at)
+        # What is held from the start is there wherever it is read, be that inside of another.
+        self._last.update(dict.fromkeys(behind & self._held, at))
+        for var in made:
+            self.make(var, at)
+        if kind == "fused" and made:
+            self._over.append((at, behind, made))
+
+    def part(self, at: int, atom: Any, var: Any) -> None:
+        """What is a part of something larger is copied."""
+        if sum(map(self._bytes, self._behind_of(atom))) > self._bytes(var):
+            self.read(atom, at)
+            self.make(var, at)
+
+    def peak(self) -> tuple[int, frozenset[Any]]:
+        """The most bytes live at once, and what of that is held from the start."""
+        changes = [0] * (self._length + 2)
+        for var, at in self._made.items():
+            changes[at] += self._bytes(var)
+            changes[self._last[var] + 1] -= self._bytes(var)
+        work = list(self._work)
+        for at, behind, var, first, later in self._pooled:
+            # What was pooled is gone in the second step, if nothing else reads it.
+            gone = sum(self._bytes(source) for source in behind if self._last[source] == at)
+            work.append((at, max(first - self._bytes(var), later - gone)))
+        for at, bytes in work:
+            changes[at] += bytes
+            changes[at + 1] -= bytes
+        for at, behind, made in self._over:
+            over = (var for var in behind if var not in self._passed)
+            ends = [self._bytes(var) for var in over if self._last[var] == at]
+            for var in made:
+                if var in self._rounded:
+                    self._round_at_once(var, behind, at, changes)
+                elif self._bytes(var) in ends:
+                    ends.remove(self._bytes(var))
+                    changes[at] -= self._bytes(var)
+                    changes[at + 1] += self._bytes(var)
+        live = peak = when = 0
+        for at, change in enumerate(changes):
+            live += change
+            if live > peak:
+                peak, when = live, at
+        return peak, frozenset(var for var in self._held if self._last[var] >= when)
+
+    def _round_at_once(self, var: Any, behind: frozenset[Any], at: int, changes: list[int]) -> None:
+        """What is computed from the result of one product is computed, and rounded, there."""
+        # In the order in which they are made: that of a set goes by addresses, and plans with it.
+        for source in sorted(behind, key=lambda var: self._made.get(var, -1)):
+            if self._readers[source] == {at} and nbytes(source.aval) == nbytes(var.aval):
+                whole, half = self._bytes(source), self._bytes(var)
+                changes[self._made[source]] += half - whole
+                changes[at] -= half
+                changes[at + 1] += whole
+                return
+
+    def _pass(self, at: int, atom: Any, var: Any) -> None:
+        """A value is itself behind a barrier, but a part of something larger is a copy there."""
+        behind = self._behind_of(atom)
+        self._behind[var] = behind
+        self._passed.update(behind)
+        self.part(at, atom, var)
+
+    def _behind_of(self, atom: Any) -> frozenset[Any]:
+        return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
+
+    def _bytes(self, var: Any) -> int:
+        return nbytes(var.aval) // (2 if var in self._rounded else 1)
+
+
+class _Ends:
+    """Where chains of elementwise operations start and end.
+
+    Attributes:
+      inside_of_products: what matrix products that read it compute themselves: the ends that
+        nothing else reads, but for the values of `behind_products`.
+      behind_products: for the result of a product from which one end only follows, that end,
+        which the product makes in the place of its result, summed up besides if need be.
+    """
+
+    def __init__(self, jaxpr: Any, of_products: Collection[Any] = ()) -> None:
+        self._sources: dict[Any, frozenset[Any]] = {}
+        self._ends: dict[Any, set[Any]] = {}
+        self._views: dict[Any, Any] = {}
+        # What was summed up, wholly, before a value could be computed.
+        summed: dict[Any, frozenset[Any]] = {}
+        by_products: set[Any] = set()
+        by_others: set[Any] = set()
+        products = set(of_products)
+        for eqn in jaxpr.eqns:
+            kind = kind_of(eqn)
+            atoms = list(filter(_jax.is_var, eqn.invars))
+            behind = frozenset().union(*map(self._behind, atoms))
+            before = frozenset().union(*(summed.get(atom, frozenset()) for atom in atoms))
+            if kind == "reduction":
+                summed.update((var, before | behind) for var in eqn.outvars)
+                by_others.update(_behind_views(atom, self._views)[-1] for atom in atoms)
+            elif kind in ("fused", "view") and not _is_barrier(eqn):
+                self._sources.update((var, behind) for var in eqn.outvars)
+                summed.update((var, before) for var in eqn.outvars)
+                if kind == "view" and atoms:
+                    self._views.update((var, atoms[0]) for var in eqn.outvars)
+            elif flops.is_matmul(eqn):
+                products.update(eqn.outvars)
+                by_products.update(map(self._end, atoms))
+            else:
+                by_others.update(map(self._end, atoms))
+        by_others.update(map(self._end, filter(_jax.is_var, jaxpr.outvars)))
+        only = by_products - by_others
+        self.behind_products = {
+            source: end
+            for source in products
+            for end in self._ends.get(source, ())
+            if self._ends[source] == {end} and end in only and end.aval.size == source.aval.size
+            if source not in summed.get(end, ())
+        }
+        inside = only.intersection(self._sources).difference(self.behind_products.values())
+        views = (var for var in self._views if _behind_views(var, self._views)[-1] in inside)
+        self.inside_of_products = inside.union(views)
+
+    def _end(self, atom: Any) -> Any:
+        """Take note that a chain ends here; what it is that is stored, if anything is."""
+        base = _behind_views(atom, self._views)[-1]
+        for source in self._behind(base):
+            self._ends.setdefault(source, set()).add(base)
+        return base
+
+    def _behind(self, atom: Any) -> frozenset[Any]:
+        return self._sources.get(atom, frozenset([atom]))
+
+
+def _cut_out(jaxpr: Any) -> set[Any]:
+    """Parts of a whole (a concatenation's gradient) that are copied, as reductions read them."""
+    parts: set[Any] = set()
+    views: dict[Any, Any] = {}
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        atoms = list(filter(_jax.is_var, eqn.invars))
+        if eqn.primitive.name == "split":
+            parts.update(eqn.outvars)
+        elif kind_of(eqn) == "view" and atoms:
+            views.update((var, atoms[0]) for var in eqn.outvars)
+        elif kind_of(eqn) == "reduction":
+            found.update(_behind_views(atom, views)[-1] for atom in atoms)
+    return found & parts
+
+
+def _is_barrier(eqn: Any) -> bool:
+    return eqn.primitive.name == "optimization_barrier"
+
+
+def _behind_views(atom: Any, views: dict[Any, Any]) -> list[Any]:
+    """A value, what that is a view of, and so on."""
+    found = [atom]
+    while found[-1] in views:
+        found.append(views[found[-1]])
+    return found
+
+
+def _is_default(precision: Any) -> bool:
+    several = precision if isinstance(precision, tuple) else (precision,)
+    return all(one in (None, lax.Precision.DEFAULT) for one in several)

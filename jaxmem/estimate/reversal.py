@@ -1,0 +1,292 @@
+"""What is live while one layer is reversed, as a compiler is taken to order and fuse it."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.estimate.backward import Backward, backward_of
+from jaxmem.estimate.counting import kind_of
+from jaxmem.estimate.liveness import (
+    by_library,
+    copied_to_swap,
+    in_memory,
+    layout_copies,
+    peak_live,
+    peak_live_bytes,
+    read_by_kernels,
+    read_rounded,
+    rounded_where_made,
+)
+from jaxmem.estimate.values import unnamed_places
+from jaxmem.solve.keep import Keep, menu
+from jaxmem.solve.problem import Graph, Operation
+from jaxmem.trace.layer import Layer, nbytes
+
+# ---------------------------------------------------------------- API
+
+
+def working_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+    """About what one layer's backward pass has live besides its tape and parameters.
+
+    Values are taken to die at their last use in the order in which they are traced, and
+    elementwise chains not to be in memory unless a kernel reads them.  In a loop over layers
+    the tape is stacked, and of those of its values that kernels read each layer's is copied.
+    """
+    backward = backward_of(layer)
+    copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape)
+    return peak_live_bytes(backward.closed, copied=copied, fuses_operands=fuses_operands)
+
+
+def layout_copy_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+    """How much more that is in a loop, for copies of the tape in the layout that products want.
+
+    Which the layer of a loop takes from one array of all layers' tapes, in a layout of its own.
+    """
+    backward = backward_of(layer)
+    turned = (
+        layout_copies(backward.closed.jaxpr).intersection(backward.tape) if fuses_operands else ()
+    )
+    if not turned:
+        return 0
+    copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape).union(turned)
+    more = peak_live_bytes(
+        backward.closed, copied=copied, fuses_operands=True, layout_copies=turned
+    )
+    return more - working_bytes(layer, True)
+
+
+def tape_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+    """What the device stores of each layer in a loop over layers."""
+    backward = backward_of(layer)
+    here = backward.tape[: len(backward.tape) - layer.on_host]
+    return sum(_stored(here, _rounded(backward, fuses_operands)))
+
+
+def value_bytes(layer: Layer, fuses_operands: bool = False) -> tuple[int, ...]:
+    """What a loop over layers would store of each of a layer's values, whatever else it keeps."""
+    if not fuses_operands:
+        return tuple(_stored(layer.values, ()))
+    results = filter(_jax.is_var, layer.results)
+    rounded = read_rounded(_both_ways(layer)).difference(results)
+    return tuple(_stored(layer.values, rounded))
+
+
+def param_copies(layer: Layer, length: int, fuses_operands: bool = False) -> int:
+    """Bytes of the rounded copies that are made, in front of a loop, of all layers' parameters.
+
+    And of whatever else the loop reads that is the same for all layers, or is stacked.
+    """
+    backward = backward_of(layer)
+    rounded = _rounded(backward, fuses_operands)
+    of_all = [var for var in backward.consts if var in rounded]
+    of_each = [var for var in backward.xs if var in rounded]
+    return sum(_stored(of_all, rounded)) + length * sum(_stored(of_each, rounded))
+
+
+def reversal_peak(
+    layer: Layer,
+    fuses_operands: bool = False,
+    calls_libraries: bool = False,
+    live_to_end: Collection[Any] = (),
+    barriers: bool = True,
+) -> tuple[int, frozenset[Any]]:
+    """About the most bytes live while a layer outside of loops is reversed, and what is then.
+
+    Its tape and the gradient of its results among it, each till its last use; of these, which are.
+
+    Args:
+      live_to_end: what of the tape is live to the end: others hold it, too.
+      barriers: whether there are any, as there are where something is recomputed.
+    """
+    backward = backward_of(layer, in_turn=True)
+    closed = _as_scheduled(backward, barriers) if calls_libraries else backward.closed
+    held = [*backward.tape, *backward.gradients]
+    # What others hand over they may read, too, and not rounded; so do barriers.
+    waiting = {var for turn in backward.turns for var in turn.waits}
+    rounded = _rounded_gradients(backward, fuses_operands) - waiting
+    # Through a barrier go the gradients that others wait for, if there are several.
+    _, reached, _ = layer.by_role(backward.closed.jaxpr.outvars)
+    split_results = [atom for atom in reached if _jax.is_var(atom)]
+    return peak_live(
+        closed,
+        held=held,
+        fuses_operands=fuses_operands,
+        exact=set(held) - rounded,
+        of_products=rounded,
+        split_results=split_results if len(split_results) > 1 else (),
+        live_to_end=live_to_end,
+        calls_libraries=calls_libraries,
+        of_calls=[var for var in backward.tape if _by_library(layer, var)],
+    )
+
+
+def given_bytes(layer: Layer) -> int:
+    """Of the gradients that a layer is given, where matrix products make them and fuse operands."""
+    backward = backward_of(layer)
+    return sum(_stored(backward.gradients, _rounded_gradients(backward, True)))
+
+
+def loose_bytes(layer: Layer, graph: Graph, fuses_operands: bool = False) -> int:
+    """About what the backward pass of a single layer, in no loop, has live with its tape.
+
+    Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
+    """
+    # Where products compute their operands, a gelu is computed there as well, its tanh included.
+    dear = 1 if fuses_operands else 0
+    plain = without_checkpoint(layer, graph, dear, fuses_operands)
+    backward = backward_of(layer.keeping(plain.kept))
+    return peak_live_bytes(backward.closed, held=backward.tape, fuses_operands=fuses_operands)
+
+
+def without_checkpoint(
+    layer: Layer, graph: Graph, dear: int = 0, fuses_operands: bool = False
+) -> Keep:
+    """What is in memory of code that is under no checkpoint.
+
+    Kept is what kernels read on the way there and on the way back.  What only the way back needs,
+    masks and counts, is computed there.  All else that is elementwise a compiler recomputes by
+    itself, outside of loops, inside of what reads it, if at most `dear` operations between what is
+    in memory and that are not cheap; so of the rest kept is the least from which it follows by such
+    operations.  In unrolled code the tanh of a gelu is recomputed; the one layer beside a
+    loop is predicted better with none, but on TPUs.
+    """
+    unnamed = unnamed_places(layer)
+    stored = _in_memory(layer, fuses_operands)
+    anyway = frozenset(unnamed[at] for at in _read_by_kernels_both_ways(layer, stored)) - graph.free
+    late = _for_the_way_back(layer)
+    repeated = _repeated(layer.linearised.jaxpr, stored, dear) | late
+    operations = tuple(
+        Operation(
+            inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
+            outputs=one.outputs,
+            seconds=0.0 if at in repeated else one.seconds,
+        )
+        for at, (one, eqn) in enumerate(
+            zip(graph.operations, layer.linearised.jaxpr.eqns, strict=True)
+        )
+        if _jax.name_given_by(eqn) is None
+    )
+    made_late = frozenset(place for at in late for place in graph.operations[at].outputs)
+    plain = Graph(
+        bytes=graph.bytes,
+        operations=operations,
+        free=graph.free | anyway,
+        wanted=frozenset(unnamed[place] for place in graph.wanted),
+        keepable=frozenset(range(len(graph.bytes))) - made_late - graph.free - anyway,
+        keep_seconds=(0.0,) * len(graph.bytes),
+    )
+    rest = menu(plain, points=0)[0]
+    size = rest.bytes + sum(graph.bytes[place] for place in anyway)
+    return dataclasses.replace(rest, kept=tuple(sorted({*rest.kept, *anyway})), bytes=size)
+
+
+# ---------------------------------------------------------------- implementation
+
+# What compilers do not compute twice to spare memory, elementwise though it is.
+_EXPENSIVE = frozenset(
+    name
+    for line in (
+        "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp",
+        "exp2 expm1 lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh",
+    )
+    for name in line.split()
+)
+
+
+def _by_library(layer: Layer, var: Any) -> bool:
+    """Whether a GPU's library made a value on the way there."""
+    eqn = layer.made_by(var)
+    while eqn is not None and _jax.name_given_by(eqn) is not None:
+        eqn = layer.made_by(eqn.invars[0])
+    return eqn is not None and by_library(eqn)
+
+
+def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
+    """A backward pass in the order in which XLA puts it where operands are swapped.
+
+    To have the gradient of a kernel first spares what it reads; but where copies are made for it,
+    the other that reads the same gradient comes first, unless a barrier keeps that back.
+    """
+    eqns = list(backward.closed.jaxpr.eqns)
+    free = (turn.operation for turn in backward.turns if not (barriers and turn.first))
+    for at in [at for at in free if copied_to_swap(eqns[at])]:
+        made = set(eqns[at].outvars)
+        for later in range(at + 1, len(eqns)):
+            if made.intersection(filter(_jax.is_var, eqns[later].invars)):
+                break
+            if eqns[at].invars[1] in eqns[later].invars and by_library(eqns[later]):
+                eqns[at:later], eqns[later] = eqns[at + 1 : later + 1], eqns[at]
+                break
+    return _jax.with_equations(backward.closed, eqns)
+
+
+def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:
+    return [nbytes(var.aval) // (2 if var in rounded else 1) for var in values]
+
+
+def _in_memory(layer: Layer, fuses_operands: bool) -> set[Any]:
+    """What is in memory of a layer whose both ways stand in one program, for a while at least."""
+    if fuses_operands:
+        return in_memory(_both_ways(layer), True)
+    return in_memory(layer.linearised.jaxpr)
+
+
+def _both_ways(layer: Layer) -> Any:
+    """A layer's forward and backward pass, with nothing kept or recomputed."""
+    forward = layer.linearised
+    everything = range(len(forward.jaxpr.eqns))
+    return _jax.followed_by(
+        forward, everything, layer.transposed, layer.residuals, forward.jaxpr.invars
+    ).jaxpr
+
+
+def _rounded_gradients(backward: Backward, fuses_operands: bool) -> set[Any]:
+    if not fuses_operands:
+        return set()
+    return rounded_where_made(backward.closed.jaxpr, backward.gradients)
+
+
+def _rounded(backward: Backward, fuses_operands: bool) -> set[Any]:
+    return read_rounded(backward.closed.jaxpr) if fuses_operands else set()
+
+
+def _read_by_kernels_both_ways(layer: Layer, stored: Collection[Any]) -> set[int]:
+    """Places of what is in memory once it was computed, and is wanted so by the backward pass."""
+    wanted = read_by_kernels(backward_of(layer).closed.jaxpr).intersection(stored)
+    return {place for place in layer.kept if place is not None and layer.values[place] in wanted}
+
+
+def _for_the_way_back(layer: Layer) -> frozenset[int]:
+    """Places of the operations of which only the backward pass reads the results.
+
+    Even where such a result is smaller than what it is made of (a mask), compilers compute it in
+    the backward pass, fused into what reads it if they can, so that it is not kept.  Kernels are
+    not among these: what a product reads might be gone by then.
+    """
+    closed = layer.linearised
+    ahead = _jax.needed(closed, layer.results, keep_effects=True)
+    return frozenset(
+        at
+        for at, eqn in enumerate(closed.jaxpr.eqns)
+        if at not in ahead and kind_of(eqn) != "kernel"
+    )
+
+
+def _repeated(jaxpr: Any, stored: Collection[Any], dear: int) -> set[int]:
+    """Places of the operations that a compiler does again inside of those that read them."""
+    # Which operations that are not cheap are done again for a value that is not in memory.
+    behind: dict[Any, frozenset[int]] = {}
+    found = set()
+    for at, eqn in enumerate(jaxpr.eqns):
+        atoms = filter(_jax.is_var, eqn.invars)
+        again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
+        if eqn.primitive.name in _EXPENSIVE:
+            again |= {at}
+        repeated = kind_of(eqn) in ("fused", "view") and len(again) <= dear
+        if repeated:
+            found.add(at)
+            behind.update((var, again) for var in eqn.outvars if var not in stored)
+    return found

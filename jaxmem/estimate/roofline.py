@@ -1,0 +1,91 @@
+"""How long single operations take on an accelerator, by a roofline: for planning, not for promises.
+
+A matrix product takes as long as its operations at the matrix peak, or as its bytes at the
+memory's bandwidth, whichever is more; so does whatever else is a kernel of its own (a sort,
+a gather, a loop).  Elementwise operations are fused into what reads them, and computing one
+again there takes next to nothing: they count a small share of their bytes, so that of two
+plans with the same kernels the one with less such work wins.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jaxmem import _jax
+from jaxmem.estimate.costs import costs
+from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.estimate.counting.ops import size_of
+
+Kind = Literal["kernel", "fused", "reduction", "view"]
+
+# What is left of the bytes of a fused operation, and of a reduction behind a fused chain.
+FUSED_SHARE = 1 / 32
+REDUCED_SHARE = 1 / 8
+# Sixteen lanes of PCIe 5, and of PCIe 4; what a copy to the host and back is paid at.
+HOST_BANDWIDTH = 25e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The speeds that planning goes by.
+
+    Attributes:
+      matrix_peak: FLOP per second of dense bf16 matrix products.
+      bandwidth: of the device's memory, in bytes per second.
+      host_bandwidth: between device and host, in bytes per second.
+      flops_only: whether matrix products are all that counts.
+      fuses_operands: whether matrix products compute themselves what is elementwise in front of
+        them, and read float32 rounded to bfloat16 unless they are asked for more, as on a TPU;
+        what nothing else reads is then in memory so.
+      calls_libraries: whether convolutions are calls into a library, as on a GPU; see
+        `jaxmem.estimate.liveness.by_library`.
+    """
+
+    matrix_peak: float
+    bandwidth: float
+    host_bandwidth: float = HOST_BANDWIDTH
+    flops_only: bool = False
+    fuses_operands: bool = False
+    calls_libraries: bool = False
+
+    def operation(self, eqn: Any) -> float:
+        """Seconds of one operation."""
+        read = sum(size_of(atom.aval) for atom in eqn.invars if _jax.is_var(atom))
+        written = sum(size_of(var.aval) for var in eqn.outvars)
+        kind = kind_of(eqn)
+        if kind == "view":
+            return written / self.bandwidth * FUSED_SHARE / 8
+        if kind == "fused":
+            return self._moved(written * FUSED_SHARE)
+        if kind == "reduction":
+            return self._moved(read * REDUCED_SHARE)
+        if flops.is_matmul(eqn):
+            count, size = flops.matmul_flops(eqn) * _width(eqn), read + written
+        elif _jax.all_subjaxprs(eqn):
+            work = costs(_jax.as_program(eqn))
+            count, size = work.matmul_flops * _width(eqn), work.bytes
+        else:
+            count, size = 0, read + written
+        return max(count / self.matrix_peak, self._moved(size))
+
+    def kept(self, size: int, in_memory: bool) -> float:
+        """Seconds to keep so many bytes: next to none for what is in memory anyway."""
+        return self._moved(size * (FUSED_SHARE if in_memory else 1))
+
+    def sent(self, size: int) -> float:
+        """Seconds to send so many bytes to the host and to have them back."""
+        return 2 * size / self.host_bandwidth
+
+    def _moved(self, size: float) -> float:
+        return size / self.bandwidth * (1e-3 if self.flops_only else 1)
+
+
+def _width(eqn: Any) -> float:
+    """How many times longer a product takes than one of 16 bits."""
+    sizes = [
+        atom.aval.dtype.itemsize
+        for atom in (*eqn.invars, *eqn.outvars)
+        if _jax.is_var(atom) and jnp.issubdtype(getattr(atom.aval, "dtype", int), jnp.floating)
+    ]
+    return max(1.0, min(sizes[: len(eqn.invars)], default=2) / 2)

@@ -1,0 +1,296 @@
+"""What of a step can be planned: its decorated regions, and the plans that there are for each.
+
+A region is met when it is differentiated: only then is anything kept for a backward pass, and is
+it known what that reads.  Options are found right there, where the axes of a `shard_map` around it
+are known.  Regions that compute the same are one `Region`, with one plan.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxmem import _jax
+from jaxmem.estimate.reversal import (
+    layout_copy_bytes,
+    loose_bytes,
+    param_copies,
+    tape_bytes,
+    value_bytes,
+    working_bytes,
+)
+from jaxmem.estimate.roofline import Roofline
+from jaxmem.estimate.values import LayerValue, described, graph_of
+from jaxmem.fitting.decisions import ValueDecision, decisions
+from jaxmem.fitting.step_plan import RegionPlan, input_types
+from jaxmem.fitting.uses import ONCE, Uses
+from jaxmem.plans.plan import Plan
+from jaxmem.policies import Keep as KeepPolicy
+from jaxmem.solve.chain import Kept, Recomputed, Steps
+from jaxmem.solve.keep import Keep, menu
+from jaxmem.solve.problem import Graph
+from jaxmem.solve.stacks import Candidate, Choice, candidates
+from jaxmem.trace.layer import Layer, nbytes
+from jaxmem.unrolled import Chain, Code, HeldPlan
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Region:
+    """A region that can be planned.
+
+    Attributes:
+      digest, inputs, where: see `RegionPlan`.
+      param_bytes: of gradients that have to be there all at once, stacked.
+      param_copies: bytes of copies of parameters that a compiler makes for its loops.
+      uses: the regions of the step that this is.
+      shards: on how many devices it runs side by side, each with arrays of its own.
+    """
+
+    digest: str
+    inputs: tuple[str, ...]
+    where: str
+    param_bytes: int
+    param_copies: int = 0
+    uses: Uses = ONCE
+    shards: int = dataclasses.field(default_factory=_jax.shards)
+
+    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
+        """The plans that are worth a look, fastest first.
+
+        Args:
+          several: whether the step has other regions, or this one several times.
+          later_bytes: of gradients that are counted elsewhere, as there all the time, and are made
+            when the backward pass comes to the first loop.
+        """
+        raise NotImplementedError
+
+    def plan(self, candidate: Candidate) -> RegionPlan:
+        """A candidate as the plan that is applied."""
+        raise NotImplementedError
+
+    def decisions(self, candidate: Candidate) -> list[ValueDecision]:
+        """What becomes of the values of its layers."""
+        raise NotImplementedError
+
+    def gap(self, candidate: Candidate) -> float:
+        """How much better, relative to its seconds, a layer's choice could still be."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class StackRegion(Region):
+    """A stack of equal layers.
+
+    Attributes:
+      length: number of layers.
+      keeps: the options of a layer, what is kept of it in each; None for everything.
+      choices: their bytes and seconds.
+      carry_bytes, forward_seconds, loose_bytes: see `jaxmem.solve.stacks.candidates`.
+      values: the layer's values, by place, as a reader is told of them.
+      graph: the layer as the solver saw it.
+    """
+
+    length: int
+    keeps: tuple[Keep | None, ...]
+    choices: tuple[Choice, ...]
+    carry_bytes: int
+    forward_seconds: float
+    loose_bytes: int
+    values: tuple[LayerValue, ...]
+    graph: Graph
+
+    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
+        # In a scan a single layer is in a loop, too.
+        loose = None if self.uses.turns else self.loose_bytes
+        sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
+        # Beside others what it keeps counts more than what it needs while it is reversed.
+        ways = {0, max(self.uses.others, 1)} if several else {0}
+        found = {one for others in ways for one in candidates(*sizes, later_bytes, others)}
+        return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
+
+    def plan(self, candidate: Candidate) -> RegionPlan:
+        return RegionPlan(self.digest, self.inputs, self.where, self._plan(candidate))
+
+    def decisions(self, candidate: Candidate) -> list[ValueDecision]:
+        return [
+            decision
+            for count, choice in self._layers(candidate)
+            if (keep := self.keeps[choice]) is not None
+            for decision in decisions(
+                self.where, self.uses.times * count, keep, self.graph, self.values
+            )
+        ]
+
+    def gap(self, candidate: Candidate) -> float:
+        keeps = (self.keeps[choice] for _, choice in self._layers(candidate))
+        return max((keep.gap for keep in keeps if keep is not None), default=0.0)
+
+    def _layers(self, candidate: Candidate) -> Sequence[tuple[int, int]]:
+        """Pairs of a number of layers and their choice."""
+        if candidate.kind == "keep":
+            return candidate.runs
+        return ((self.length, candidate.choice),)
+
+    def _plan(self, candidate: Candidate) -> Plan:
+        if candidate.kind == "revolve":
+            return Plan.revolve(self.length, candidate.slots)
+        if candidate.kind == "periodic":
+            return Plan.cut(self.length, candidate.lengths, self._policy(candidate.choice))
+        return Plan.keep([(count, self._policy(choice)) for count, choice in candidate.runs])
+
+    def _policy(self, choice: int) -> KeepPolicy | None:
+        keep, size = self.keeps[choice], self.choices[choice].bytes
+        return keep and KeepPolicy(keep.kept, keep.offloaded, size, self.digest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnrolledCandidate(Candidate):
+    """One plan for code without a stack."""
+
+    plan: HeldPlan
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class UnrolledRegion(Region):
+    """Code without a stack.
+
+    Attributes:
+      chain: the code, cut into stages.
+      values: of each segment, by its layer's digest, the values by place.
+    """
+
+    chain: Chain
+    values: dict[str, tuple[LayerValue, ...]]
+
+    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
+        return tuple(
+            UnrolledCandidate(plan.bytes, plan.seconds, kept_bytes=plan.kept_bytes, plan=plan)
+            for plan in self.chain.plans(several, self.uses.stacked)
+        )
+
+    def plan(self, candidate: Candidate) -> RegionPlan:
+        plan = self.chain.plan(_steps(candidate))
+        return RegionPlan(self.digest, self.inputs, self.where, plan)
+
+    def decisions(self, candidate: Candidate) -> list[ValueDecision]:
+        steps, found = _steps(candidate), []
+        for several, keep in [*self._kept_in_part(steps), *self._again_whole(steps)]:
+            segment = self.chain.segment(several[0])
+            parts = ", ".join(dict.fromkeys(map(_parts, several)))
+            where = f"{self.where}, of its {len(self.chain)} parts {parts}"
+            values = self.values[segment.layer.digest]
+            found += decisions(where, self.uses.times * len(several), keep, segment.graph, values)
+        return found
+
+    def _kept_in_part(self, steps: Steps) -> Iterator[tuple[list[Kept], Keep]]:
+        alike: dict[tuple[int, int], list[Kept]] = {}
+        for kept in _kept(steps):
+            alike.setdefault((id(self.chain.segment(kept)), kept.option), []).append(kept)
+        for several in alike.values():
+            keep = self.chain.segment(several[0]).keeps[several[0].option]
+            if keep is not None:
+                yield several, keep
+
+    def _again_whole(self, steps: Steps) -> Iterator[tuple[list[Kept], Keep | None]]:
+        """Each stage as often as it is."""
+        alike: dict[int, list[Kept]] = {}
+        for number in _again(steps):
+            stage = Kept(number, 0)
+            alike.setdefault(id(self.chain.segment(stage)), []).append(stage)
+        for several in alike.values():
+            yield several, None
+
+    def gap(self, candidate: Candidate) -> float:
+        keeps = (self.chain.segment(kept).keeps[kept.option] for kept in _kept(_steps(candidate)))
+        return max((keep.gap for keep in keeps if keep is not None), default=0.0)
+
+
+# ---------------------------------------------------------------- API
+
+
+def stack_region(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackRegion:
+    """A stack as a region, with the options of its layer."""
+    length = stack.form.length
+    fuses = roofline.fuses_operands
+    graph = graph_of(layer, roofline, offload)
+    graph = dataclasses.replace(graph, bytes=value_bytes(layer, fuses))
+    options = menu(graph)
+    # Keeping everything is the program as it stands: nothing is faster, whatever a
+    # roofline says of the time that it takes to keep things.
+    floor = min([0.0, *(keep.seconds for keep in options)])
+    everything = _choice(layer, floor, fuses)
+    others = [
+        (keep, _choice(layer.keeping(keep.kept, keep.offloaded), keep.seconds, fuses))
+        for keep in options
+    ]
+    worth = [one for one in others if one[1].bytes < everything.bytes or one[0].offloaded]
+    _, _, x = layer.body.split_in(layer.body.jaxpr.in_avals)
+    return StackRegion(
+        digest=layer.digest,
+        inputs=input_types(layer),
+        where=str(stack.info) if stack.info else f"a stack of {length} layers",
+        length=length,
+        keeps=(None, *(keep for keep, _ in worth)),
+        choices=(everything, *(choice for _, choice in worth)),
+        carry_bytes=layer.problem(length).carry_bytes,
+        forward_seconds=sum(operation.seconds for operation in graph.operations),
+        loose_bytes=loose_bytes(layer, graph, fuses),
+        values=described(layer, roofline),
+        graph=graph,
+        param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
+        param_copies=param_copies(layer, length, fuses),
+    )
+
+
+def _choice(layer: Layer, seconds: float, fuses: bool) -> Choice:
+    work = working_bytes(layer, fuses)
+    return Choice(tape_bytes(layer, fuses), seconds, work, layout_copy_bytes(layer, fuses))
+
+
+def unrolled_region(code: Code, label: str, roofline: Roofline, offload: bool) -> UnrolledRegion:
+    """Code without a stack as a region, cut into stages with their options."""
+    chain = Chain(code, roofline, offload)
+    known: dict[str, tuple[LayerValue, ...]] = {}
+    for segment in chain.segments.values():
+        layer = segment.layer
+        if layer.digest not in known:
+            known[layer.digest] = described(layer, roofline)
+    return UnrolledRegion(
+        digest=code.digest,
+        inputs=tuple(aval.str_short() for aval in code.closed.in_avals),
+        where=re.sub(r"\(.*[/\\]", "(", label),  # the file's name alone
+        param_bytes=0,  # one by one such gradients go into their update
+        chain=chain,
+        values=known,
+    )
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _steps(candidate: Candidate) -> Steps:
+    assert isinstance(candidate, UnrolledCandidate)
+    return candidate.plan.steps
+
+
+def _kept(steps: Sequence[Kept | Recomputed]) -> list[Kept]:
+    """All that is kept, in segments that are recomputed as well."""
+    found: list[Kept] = []
+    for step in steps:
+        found += [step] if isinstance(step, Kept) else _kept(step.inner)
+    return found
+
+
+def _again(steps: Sequence[Kept | Recomputed]) -> Iterator[int]:
+    """The stages that are recomputed whole, each as often as it is."""
+    for step in steps:
+        if isinstance(step, Recomputed):
+            yield from range(step.first, step.last)
+            yield from _again(step.inner)
+
+
+def _parts(kept: Kept) -> str:
+    first, last = kept.stage + 1, kept.after
+    return str(first) if first == last else f"{first}-{last}"

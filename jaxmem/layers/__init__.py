@@ -1,0 +1,1 @@
+"""Layers that keep less for the backward pass than their plain forms."""

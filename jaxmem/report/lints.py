@@ -1,0 +1,211 @@
+"""What costs memory or misleads in a compiled program, each with its remedy."""
+
+import importlib.metadata
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxmem._util.text import size
+from jaxmem.compile.compiling import Compiled
+from jaxmem.compile.program import Program
+from jaxmem.estimate.costs import Costs, two_levels, unrolled_without_barriers
+from jaxmem.policies import ByLayer, NoRemat
+from jaxmem.report.report import Lint
+
+# Below these shares a thing is not worth a reader's time.
+_UNDONATED = 0.05
+_PADDING = 0.20
+
+# ---------------------------------------------------------------- API
+
+
+def lints(program: Program, compiled: Compiled, work: Costs) -> tuple[Lint, ...]:
+    """All that apply, in a fixed order."""
+    return tuple(
+        lint
+        for check in (
+            _not_donated,
+            _policy_without_effect,
+            _recomputation_removed,
+            _barriers_off,
+            _two_levels,
+            _compilers_own,
+            _padding,
+            _cudnn,
+            _cpu,
+        )
+        for lint in check(program, compiled, work)
+    )
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _not_donated(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    def key(leaf: Any) -> tuple[tuple[int, ...], str]:
+        return tuple(leaf.shape), str(leaf.dtype)
+
+    outputs = Counter(key(leaf) for leaf in jax.tree.leaves(program.traced.out_info))
+    outputs -= Counter(key(a) for a in program.arguments if a.donated)
+    sizes = {} if compiled.analysis is None else compiled.analysis.parameter_bytes
+    fitting: dict[str, int] = {}
+    arguments = 0
+    for parameter, index in enumerate(compiled.kept):
+        argument = program.arguments[index]
+        on_device = sizes.get(parameter, argument.bytes)
+        arguments += on_device
+        if not argument.donated and outputs[key(argument)] > 0:
+            outputs[key(argument)] -= 1
+            root = argument.name.split("/")[0]
+            fitting[root] = fitting.get(root, 0) + on_device
+    total = sum(fitting.values())
+    needed = arguments + (compiled.stats.get("temp_bytes") or 0)
+    if total > _UNDONATED * needed and total > 2**10:
+        names = ", ".join(sorted(fitting, key=lambda root: -fitting[root]))
+        some = any(argument.donated for argument in program.arguments)
+        yield Lint(
+            "not-donated",
+            f"{'not all that could be' if some else 'nothing'} is donated: results have the "
+            f"shapes of {names}, {size(total)} that are held twice",
+            f"donate {names} with donate_argnums= if the caller does not use the old ones again",
+        )
+
+
+def _policy_without_effect(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    record = program.record
+    asked = any(not isinstance(policy, NoRemat | ByLayer) for policy in record.regions)
+    idle = [
+        (p, plan)
+        for p, plan in record.plans
+        if plan.kind == "none" and not isinstance(p, NoRemat | ByLayer)
+    ]
+    if asked and not idle and not work.recomputed_flops:
+        yield Lint(
+            "policy-no-effect",
+            "decorated stacks are run, but nothing of them is recomputed: no gradient goes "
+            "through them, or the policy keeps everything",
+            "report the training step (with its gradient), or take no notice for inference",
+        )
+    else:
+        for policy, plan in dict.fromkeys(idle):
+            yield Lint(
+                "policy-no-effect",
+                f"the policy {policy} keeps everything in a stack of {plan.length} layers: any cut "
+                "of it would need more",
+                "nothing, if that is enough; else a policy that always recomputes, such as 'full'",
+            )
+
+
+def _recomputation_removed(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    if compiled.analysis is None or compiled.analysis.unknown_loops or work.unknown_loops:
+        return
+    asked = float(work.recomputed_matmul_flops)
+    model = work.matmul_flops - asked
+    done = compiled.analysis.matmul_flops - model
+    if compiled.devices > 1 and model:
+        # In what share work is repeated on several devices, the compiled program tells.
+        asked /= model
+        model = compiled.analysis.matmul_flops - compiled.analysis.recomputed_matmul_flops
+        asked, done = asked * model, float(compiled.analysis.recomputed_matmul_flops)
+    # The compiler may shave a little off either for reasons of its own.
+    if asked > 0.02 * model and done < 0.5 * asked:
+        yield Lint(
+            "recomputation-removed",
+            f"rematerialisation asks for {asked / model:.0%} extra matmul FLOPs, and the "
+            f"compiled program has {max(done, 0) / model:.0%}: the compiler merged it with the "
+            "first computation, and kept the values",
+            "scan over the layers, or leave prevent_cse=True where they are unrolled"
+            + (" (on CPU that has no effect)" if compiled.platform == "cpu" else ""),
+        )
+
+
+def _barriers_off(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    if lines := unrolled_without_barriers(program.jaxpr):
+        yield Lint(
+            "barriers-off",
+            f"jax.checkpoint with prevent_cse=False stands outside of any scan ({_list(lines)}): "
+            "the compiler may merge its recomputation with the first computation",
+            "leave prevent_cse=True there; False is right only inside a scan",
+        )
+
+
+def _two_levels(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    lines = dict.fromkeys((*program.record.twice, *two_levels(program.jaxpr)))
+    if lines:
+        yield Lint(
+            "two-levels",
+            f"two levels of rematerialisation over the same layer ({_list(tuple(lines))}): it is "
+            "computed once more than either alone would",
+            "drop one of the two; for two levels by intent there is remat_sqrt(levels=2)",
+        )
+
+
+def _compilers_own(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    analysis = compiled.analysis
+    if analysis is not None and analysis.xla_remat_instructions:
+        yield Lint(
+            "compiler-remat",
+            f"the compiler itself rematerialises {analysis.xla_remat_instructions} instructions, "
+            "as the program is at the limit of the memory or over it, and chooses without knowing "
+            "the layers",
+            "choose a policy for the layer stack, so that it need not",
+        )
+    elif "reduce memory use below" in compiled.log:
+        yield Lint(
+            "compiler-remat",
+            "the compiler tried to rematerialise on its own to fit the memory, and could not",
+            "choose a policy for the layer stack, or a smaller batch",
+        )
+
+
+def _padding(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    if compiled.analysis is None:
+        return
+    buffers = [b for b in compiled.analysis.buffers if b.place == "device"]
+    live = sum(buffer.bytes for buffer in buffers)
+    padding = compiled.analysis.padding_bytes
+    if padding > _PADDING * live:
+        worst = max(buffers, key=lambda buffer: buffer.padding_bytes)
+        shape = f"{worst.dtype}[{','.join(map(str, worst.shape))}]"
+        where = f" ({worst.source})" if worst.source else ""
+        yield Lint(
+            "padding",
+            f"{padding / live:.0%} of the memory at the peak is padding, most of it in "
+            f"{worst.name} {shape}{where}",
+            "make the last two dimensions multiples of 8 and 128, or fold small ones into others",
+        )
+
+
+def _cudnn(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    analysis = compiled.analysis
+    if compiled.platform != "gpu" or analysis is None or _has_cudnn():
+        return
+    if analysis.has_convolution or any("cudnn" in name for name in analysis.custom_call_targets):
+        yield Lint(
+            "cudnn-missing",
+            "the program has convolutions and cuDNN is not installed here: which algorithm a GPU "
+            "picks, and the workspace that it takes, are not in these numbers",
+            "pip install nvidia-cudnn-cu13, and allow for workspace on top",
+        )
+
+
+def _has_cudnn() -> bool:
+    names = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+    return any(any(importlib.metadata.distributions(name=name)) for name in names)
+
+
+def _cpu(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    if compiled.platform == "cpu":
+        yield Lint(
+            "cpu-numbers",
+            "CPU figures are not predictive for unrolled code: this compiler merges recomputation "
+            "with the first computation; inside lax.scan they are kept apart",
+            'pass target="h100-80g" or another accelerator, which need not be attached',
+        )
+
+
+def _list(lines: tuple[str, ...]) -> str:
+    shown = ", ".join(lines[:3])
+    return shown if len(lines) <= 3 else f"{shown} and {len(lines) - 3} more"

@@ -1,0 +1,287 @@
+"""Unrolled code as the chain that solvers know: stages with options, and plans back again."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.estimate.reversal import tape_bytes
+from jaxmem.estimate.roofline import Roofline
+from jaxmem.estimate.values import unnamed_places
+from jaxmem.policies import Sqrt
+from jaxmem.solve.chain import (
+    ChainPlan,
+    ChainTable,
+    Kept,
+    Recomputed,
+    Stage,
+    Steps,
+    peak_bytes,
+    solve_chain,
+)
+from jaxmem.solve.steps import pareto_optimal
+from jaxmem.trace.layer import Layer, nbytes
+from jaxmem.unrolled.code import Code
+from jaxmem.unrolled.plan import Piece, UnrolledPlan
+from jaxmem.unrolled.segment import Segment, segment_of
+
+# How many ways to keep what all of the code needs, as one segment, are looked at besides the menu.
+_LOOKS = 200
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldPlan(ChainPlan):
+    """A plan of a chain, and what it holds when the forward pass is done.
+
+    Attributes:
+      kept_bytes: of `bytes`, so much.
+    """
+
+    kept_bytes: int = 0
+
+
+class Chain:
+    """Code cut into stages, each with its options, and several of them as one with options too.
+
+    What stands at a cut is held or recomputed with all that leads to it; looked at together,
+    two stages may drop it where it follows cheaply from what either keeps.
+
+    Attributes:
+      code, cuts: what was cut, and where.
+      segments: of each stage, by its number and that behind it, and of several as one.
+      found: plans, among them all that no other one known beats in bytes and seconds.
+
+    Args:
+      points: how many options of a stage are looked for besides the corners of its hull, which
+        are quickly found.
+    """
+
+    def __init__(
+        self, code: Code, roofline: Roofline, offload: bool = False, points: int = 4
+    ) -> None:
+        self.code, self.cuts = code, code.cuts()
+        known: dict[str, Segment] = {}
+        self.segments: dict[tuple[int, int], Segment] = {}
+        stages: dict[tuple[int, int], Stage] = {}
+        for first, after in _widths(len(self)):
+            layer = code.layer(self.cuts[first], self.cuts[after])
+            if layer.digest not in known:
+                # On TPUs, of which less is known, and in a hurry the menu has to do.
+                thorough = after - first == len(self) and points and not roofline.fuses_operands
+                looks = _LOOKS if thorough else 0
+                known[layer.digest] = segment_of(layer, roofline, offload, points, looks)
+            segment = self.segments[first, after] = known[layer.digest]
+            # Of what passes the stage by, the gradient is there too while it is reversed.
+            given = code.alive_bytes(self.cuts[after])
+            passing = given - segment.stage.carry_bytes
+            stages[first, after] = dataclasses.replace(
+                segment.stage,
+                carry_bytes=given,
+                gradient_bytes=segment.stage.gradient_bytes + passing,
+            )
+        single = [stages.pop((k, k + 1)) for k in range(len(self))]
+        self._single, self._wide = single, stages
+        table = solve_chain(single, slots=200, carried=self._carried, wide=stages)
+        self.found = tuple(self._looked_at_again(table))
+
+    def __len__(self) -> int:
+        """How many stages there are."""
+        return len(self.cuts) - 1
+
+    def segment(self, kept: Kept) -> Segment:
+        """What is kept."""
+        return self.segments[kept.stage, kept.after]
+
+    def plans(self, several: bool = False, stacked: bool = False) -> list[HeldPlan]:
+        """Plans that no other one known beats in bytes and seconds, fastest first.
+
+        Args:
+          several: whether this is one of several pieces of code, one after the other.  Of these all
+            of one can be recomputed, too, from what the one before it gives; and of two plans
+            the one that holds less is not beaten.
+          stacked: whether these are the layers of a scan.
+        """
+        ways = list(self.found)
+        if several:
+            ways += [self._again(plan) for plan in self.found]
+        plans = (self._held(plan, several, stacked) for plan in ways)
+        return pareto_optimal(sorted(plans, key=_order), held=several)
+
+    def plan(self, steps: Sequence[Kept | Recomputed]) -> UnrolledPlan:
+        """A plan of the chain as one of the code."""
+        return UnrolledPlan(len(self.code), _joined([self._piece(step) for step in steps]))
+
+    # ------------------------------------------------------------ implementation
+
+    def _piece(self, step: Kept | Recomputed) -> Piece:
+        if isinstance(step, Recomputed):
+            inner = _joined([self._piece(one) for one in step.inner])
+            return Piece(self.cuts[step.first], self.cuts[step.last], inner=inner)
+        first, last = self.cuts[step.stage], self.cuts[step.after]
+        segment = self.segment(step)
+        keep = segment.keeps[step.option]
+        if keep is None:
+            return Piece(first, last)
+        kept = _operations(segment.layer, keep.kept)
+        sent = _operations(segment.layer, keep.offloaded)
+        # Names are given by place in the code, and a segment met before stood elsewhere.
+        shift = first - _first(segment.layer)
+        return Piece(first, last, tuple(k + shift for k in kept), tuple(k + shift for k in sent))
+
+    def _again(self, plan: ChainPlan) -> ChainPlan:
+        """All of it recomputed, from what it is given, and then under this plan."""
+        steps = (Recomputed(0, len(self), plan.steps),)
+        forward = sum(stage.seconds for stage in self._single)
+        return ChainPlan(self._needed(steps), plan.seconds + forward, steps)
+
+    def _held(self, plan: ChainPlan, several: bool, stacked: bool) -> HeldPlan:
+        """A plan with what it holds.
+
+        Args:
+          several: whether the results are the inputs of another such piece of code.
+          stacked: whether these are the layers of a scan, which stacks what they hold.
+        """
+        jaxpr = self.code.closed.jaxpr
+        given = {*jaxpr.invars, *jaxpr.constvars}
+        results = {var for var in jaxpr.outvars if _jax.is_var(var)} - given if several else set()
+        held: set[Any] = set()
+        kept = result_bytes = sum(nbytes(var.aval) for var in results)
+        given_bytes = result_bytes if several else 0  # by one that was before
+        for step in plan.steps:
+            if isinstance(step, Recomputed):
+                held |= set(self.code.reads(self.cuts[step.first], self.cuts[step.last]))
+                continue
+            segment = self.segment(step)
+            if stacked and segment.keeps[step.option] is None:
+                kept += tape_bytes(segment.layer, segment.fuses_operands)
+                continue
+            stored, values = self._stored(step), segment.layer.values
+            held |= set(stored.values())
+            inner = (place for place in segment.places[step.option] if place not in stored)
+            kept += sum(nbytes(values[place].aval) for place in inner)
+        kept += sum(nbytes(var.aval) for var in held - given - results)
+        return HeldPlan(plan.bytes + given_bytes, plan.seconds, plan.steps, kept)
+
+    def _looked_at_again(self, table: ChainTable) -> Iterator[ChainPlan]:
+        """The plans of a table, with what each needs as it will be run."""
+        plans = [plan for size, _ in table.frontier() if (plan := table.plan(size)) is not None]
+        if whole := self._wide.get((0, len(self))):
+            # In the table plans in several parts, which only now turn out to need more, beat these.
+            options = enumerate(whole.options)
+            plans += [ChainPlan(0, one.seconds, (Kept(0, k, len(self)),)) for k, one in options]
+        for plan in plans:
+            yield dataclasses.replace(plan, bytes=max(plan.bytes, self._needed(plan.steps)))
+
+    def _needed(self, steps: Steps) -> int:
+        """Bytes live at the peak, with what the dynamic program does not see."""
+        more: dict[Kept, int] = {}
+        self._add_more(steps, frozenset(), more)
+        needed = peak_bytes(steps, self._single, self._carried, self._wide, more)
+        if all(isinstance(step, Kept) and step.option == 0 for step in steps):
+            # Run as one piece: no barrier cuts the parts of a gradient out of the whole.
+            stage = self._wide[0, len(self)] if len(self) > 1 else self._single[0]
+            whole = stage.options[0]
+            needed = max(needed, whole.tape_bytes + whole.work_bytes + stage.gradient_bytes)
+        return needed
+
+    def _add_more(self, steps: Steps, held: frozenset[Any], more: dict[Kept, int]) -> None:
+        """While a stage is reversed, those of its inputs stay that others before it hold."""
+        for step in steps:
+            if isinstance(step, Recomputed):
+                self._add_more(step.inner, held, more)
+                held |= set(self.code.reads(self.cuts[step.first], self.cuts[step.last]))
+                continue
+            segment, stored = self.segment(step), self._stored(step)
+            live_to_end = frozenset(place for place, var in stored.items() if var in held)
+            if live_to_end:
+                more[step] = segment.more_work(step.option, live_to_end)
+            held |= set(stored.values())
+
+    def _stored(self, kept: Kept) -> dict[int, Any]:
+        """Of the values that are kept, by place, those that others read or made."""
+        first, last = self.cuts[kept.stage], self.cuts[kept.after]
+        segment = self.segment(kept)
+        layer, unnamed = segment.layer, unnamed_places(segment.layer)
+        reads, _ = self.code.ordered_reads(first, last)
+        gives = self.code.gives(first, last)
+        seen: dict[int, Any] = dict(enumerate(reads))
+        for atom, var in zip(layer.results, gives, strict=True):
+            if _jax.is_var(atom):
+                seen[unnamed[layer.places[atom]]] = var
+        places = segment.places[kept.option]
+        return {place: seen[unnamed[place]] for place in places if unnamed[place] in seen}
+
+    def _carried(self, i: int, j: int) -> int:
+        """What the input of stage j adds where that of stage i is held."""
+        held = set(self.code.live[self.cuts[i]])
+        return sum(nbytes(v.aval) for v in self.code.live[self.cuts[j]] if v not in held)
+
+
+# ---------------------------------------------------------------- API
+
+# What a policy that knows no target goes by: an H100.
+_ANY = Roofline(matrix_peak=989e12, bandwidth=3.35e12)
+# Fewer segments than this are no chain to cut.
+_FEWEST = 4
+
+
+def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, UnrolledPlan] | None:
+    """Code with the plan of fewest bytes that computes nothing more than `levels` times again.
+
+    Where there is no scan this is what cutting into segments comes to, sizes looked at.
+    None if it is too short for that: a layer on its own, say.
+    """
+    code = Code(closed)
+    if len(code.cuts()) - 1 < _FEWEST:
+        return None
+    chain = Chain(code, _ANY, points=0)
+    forward = sum(chain.segments[k, k + 1].stage.seconds for k in range(len(chain)))
+    within = [plan for plan in chain.plans() if plan.seconds <= policy.levels * forward]
+    return (code, chain.plan(within[-1].steps)) if within else None
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _widths(count: int) -> list[tuple[int, int]]:
+    """First and after of each of so many stages; of two, four, eight ... as one, and of all."""
+    found = {(0, count)}
+    width = 1
+    while width < count:
+        found.update((k, min(k + width, count)) for k in range(0, count, width))
+        width *= 2
+    return sorted(found, key=lambda one: (one[1] - one[0], one))
+
+
+def _operations(layer: Layer, places: Sequence[int]) -> list[int]:
+    """The operations of the code whose results these values are; inputs are kept anyway."""
+    makers = (layer.made_by(layer.values[place]) for place in places)
+    found = {_jax.place_named_by(eqn) for eqn in makers if eqn is not None}
+    return sorted(place for place in found if place is not None)
+
+
+def _first(layer: Layer) -> int:
+    """The place in the code of the first operation of a segment."""
+    named = map(_jax.place_named_by, layer.linearised.jaxpr.eqns)
+    return min(place for place in named if place is not None)
+
+
+def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Neighbours that keep everything as one piece."""
+    found: list[Piece] = []
+    for piece in pieces:
+        plain = piece.keep is None and not piece.inner
+        if found and plain and found[-1].keep is None and not found[-1].inner:
+            found[-1] = Piece(found[-1].first, piece.last)
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def _order(plan: HeldPlan) -> tuple[float, int, int]:
+    # Sums of the same seconds in another order differ in the last digits.
+    return float(f"{plan.seconds:.11e}"), plan.bytes, plan.kept_bytes

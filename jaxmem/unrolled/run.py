@@ -1,0 +1,137 @@
+"""Unrolled code under its plan: segments in nested `jax.checkpoint`, and kept in part.
+
+A segment of which single values are kept is a layer that no loop is around: a stack of one.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxmem import _jax
+from jaxmem.plans.plan import Plan
+from jaxmem.policies import Keep, Names
+from jaxmem.stacked import Form
+from jaxmem.stacked.stack import Stack
+from jaxmem.trace.layer import Body, Layer
+from jaxmem.unrolled.code import Code
+from jaxmem.unrolled.plan import Piece, UnrolledPlan
+
+
+def run(code: Code, plan: UnrolledPlan, args: Sequence[Any]) -> list[Any]:
+    """The results of the function."""
+    jaxpr = code.closed.jaxpr
+    values = dict(zip(jaxpr.constvars, code.closed.consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+    _run(code, plan.pieces, values)
+    return [values[a] if _jax.is_var(a) else a.val for a in jaxpr.outvars]
+
+
+def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any]) -> None:
+    """Evaluate pieces; `values` holds what they read, and then what they make."""
+    readers = Counter(var for piece in pieces for var in code.reads(piece.first, piece.last))
+    shared = {var for var, count in readers.items() if count > 1}
+    for piece in pieces:
+        reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
+        found = _function(code, piece)(*_together(code, reads, shared, values))
+        values.update(zip(gives, found, strict=True))
+
+
+def _together(
+    code: Code, reads: Sequence[Any], shared: Collection[Any], values: dict[Any, Any]
+) -> list[Any]:
+    """What a piece reads, its gradients made in one go, before earlier pieces are reversed.
+
+    A gradient that is a part of a larger array, as of a concatenation, would else be cut out when
+    it is wanted, and all of the array be held till then.  The gradient of an input of the function
+    (a parameter) that other pieces read too is made by itself: the compiler of TPUs would else make
+    it where it adds theirs to it, and hold all that it is made of till then.
+    """
+    inputs = {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
+    given = {var: values[var] for var in reads}
+    reached = [var for var in reads if _jax.has_tangent(var.aval)]
+    made = [var for var in reached if var not in inputs]
+    # What stands in one group has its gradients made in one go.
+    groups = [[var] for var in reached if var in inputs and var in shared]
+    if len(made) > 1:
+        groups.append(made)
+    for group in groups:
+        given |= zip(group, _with_gradients_together([given[v] for v in group]), strict=True)
+    return list(given.values())
+
+
+@jax.custom_jvp
+def _with_gradients_together(values: list[Any]) -> list[Any]:
+    return values
+
+
+@_with_gradients_together.defjvp
+def _(values: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[list[Any], list[Any]]:
+    # Of the values themselves a barrier would only keep compilers from fusing them.
+    return values[0], lax.optimization_barrier(tangents[0])
+
+
+def _function(code: Code, piece: Piece) -> Any:
+    """A piece as a function from what it reads to what it gives."""
+    if piece.inner:
+
+        def again(*given: Any) -> list[Any]:
+            reads, gives = (at(piece.first, piece.last) for at in (code.reads, code.gives))
+            values = dict(zip(reads, _jax.same_keys(given), strict=True))
+            _run(code, piece.inner, values)
+            return _jax.same_keys([values[var] for var in gives])
+
+        return _by_plan(jax.checkpoint(again))
+
+    def as_it_stands(*given: Any) -> list[Any]:
+        return code.run(piece.first, piece.last, given)
+
+    if piece.keep is None:
+        return as_it_stands
+    return _kept(code, piece)
+
+
+def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def run(*given: Any) -> list[Any]:
+        with jax.named_scope(_jax.PIECE):
+            return again(*given)
+
+    return run
+
+
+def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
+    """A piece of which single values are kept."""
+    reads = code.reads(piece.first, piece.last)
+    body = Body(code.traced(piece.first, piece.last, reads), len(reads), 0)
+
+    def run(*given: Any) -> list[Any]:
+        stack = KeptSegment(Form(body, 1, in_turn=True), Names(), piece=piece)
+        return [out[0] for out in _jax.bind_stack(stack, given)]
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class KeptSegment(Stack):
+    """A stack of one layer that keeps what a piece says."""
+
+    piece: Piece
+
+    def plan(self, layer: Layer) -> Plan:
+        keep = self.piece.keep
+        assert keep is not None
+        policy = Keep(_places(layer, keep), _places(layer, self.piece.offload))
+        return Plan.keep([(1, policy)])
+
+
+def _places(layer: Layer, operations: Sequence[int]) -> tuple[int, ...]:
+    """Where among the values of the layer the results of these operations are."""
+    wanted = frozenset(operations)
+    return tuple(
+        place
+        for place, var in enumerate(layer.values)
+        if (eqn := layer.made_by(var)) is not None and _jax.place_named_by(eqn) in wanted
+    )

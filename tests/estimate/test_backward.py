@@ -1,0 +1,201 @@
+"""The order of a backward pass: what is recomputed stands where it is read, and waits there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.menagerie import assert_same, exact_jit
+from helpers.unrolled_code import SHAPES, arrays, code_of
+from jax import lax
+
+import jaxmem
+from jaxmem import _jax
+from jaxmem.estimate.backward import backward_of, pulled_back_in_turn
+from jaxmem.estimate.roofline import Roofline
+from jaxmem.estimate.values import graph_of
+from jaxmem.solve.keep import menu
+from jaxmem.stacked import state
+from jaxmem.trace.layer import Layer
+from jaxmem.unrolled import Piece, UnrolledPlan, run
+
+ANY = Roofline(matrix_peak=1e15, bandwidth=1e12)
+
+
+def layers(shape: str) -> list[Layer]:
+    """The code of a function as one layer, keeping less and less."""
+    code = code_of(SHAPES[shape], *arrays())
+    layer = code.layer(0, len(code))
+    return [layer.keeping(keep.kept) for keep in menu(graph_of(layer, ANY), points=2)]
+
+
+def inputs(shape: str) -> list[jax.Array]:
+    """What such a layer takes, in its order."""
+    code = code_of(SHAPES[shape], *arrays())
+    values = dict(zip(code.closed.jaxpr.invars, jax.tree.leaves(arrays()), strict=True))
+    return [values[var] for var in code.reads(0, len(code))]
+
+
+# ---------------------------------------------------------------- the order
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_read_was_made_before(shape: str) -> None:
+    for layer in layers(shape):
+        backward = backward_of(layer, in_turn=True)
+        jaxpr = backward.closed.jaxpr
+        known = {*jaxpr.invars, *jaxpr.constvars}
+        made = []
+        for eqn in jaxpr.eqns:
+            assert all(_jax.is_literal(atom) or atom in known for atom in eqn.invars)
+            known.update(eqn.outvars)
+            made += eqn.outvars
+        assert len(made) == len(set(made))
+        assert all(_jax.is_literal(atom) or atom in known for atom in jaxpr.outvars)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_computed_again_once(shape: str) -> None:
+    for layer in layers(shape):
+        ways = backward_of(layer), backward_of(layer, in_turn=True)
+        few, many = ([str(e.primitive) for e in way.closed.jaxpr.eqns] for way in ways)
+        assert few.count("dot_general") == many.count("dot_general")
+        assert len(few) <= len(many) <= 3 * len(few)
+
+
+def test_elementwise_results_are_computed_for_each_reader() -> None:
+    def fn(w, h):
+        y = h @ w
+        z = jax.nn.relu(y - y.mean(-1, keepdims=True))
+        return (z @ w).sum()
+
+    w, h = arrays()[0]["ws"][0], arrays()[1]
+    code = code_of(fn, w, h)
+    layer = code.layer(0, len(code))
+    products = [
+        place
+        for place, var in enumerate(layer.values)
+        if (eqn := layer.made_by(var)) is not None and eqn.primitive.name == "dot_general"
+    ]
+    backward = backward_of(layer.keeping(products), in_turn=True)
+    names = [str(eqn.primitive) for eqn in backward.closed.jaxpr.eqns]
+    # Once for the product that reads z, once for the derivative of the relu.
+    assert names.count("sub") == 2
+    # A mean is as good as a kernel's result: it is small, and stays.
+    assert names.count("reduce_sum") == [
+        str(e.primitive) for e in (backward_of(layer.keeping(products)).closed.jaxpr.eqns)
+    ].count("reduce_sum")
+    assert "dot_general" in {names[turn.operation] for turn in backward.turns if turn.waits}
+
+
+def products(layer: Layer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes of what is multiplied, in the backward pass."""
+    eqns = backward_of(layer, in_turn=True).closed.jaxpr.eqns
+    found = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    return [tuple(var.aval.shape for var in eqn.invars) for eqn in found]
+
+
+def keeping_least(fn: Any, *args: Any) -> Layer:
+    code = code_of(fn, *args)
+    layer = code.layer(0, len(code))
+    return layer.keeping(menu(graph_of(layer, ANY), points=0)[-1].kept)
+
+
+def test_thin_products_are_computed_for_each_reader() -> None:
+    """Those of few operations for what they make: a dear one is recomputed once, and kept."""
+
+    def two_readers(params: tuple[jax.Array, ...], h: jax.Array) -> jax.Array:
+        first, second, third = params
+        wide = jnp.tanh(h @ first)
+        return (jnp.tanh(wide @ second) @ third + wide @ third).sum()
+
+    def again(channels: int) -> int:
+        shapes = (channels, 256), (256, 256), (256, 256)
+        layer = keeping_least(two_readers, tuple(map(jnp.ones, shapes)), jnp.ones((32, channels)))
+        return products(layer).count(((32, channels), (channels, 256)))
+
+    assert again(48) == 1
+    assert again(3) > 2
+
+
+def test_chains_of_thin_products_are_computed_again_once() -> None:
+    """Else each would be again with all before it, for each that reads it."""
+
+    def deep(ws: list[jax.Array], h: jax.Array) -> jax.Array:
+        for w in ws:
+            h = jnp.tanh(h @ w)
+        return jnp.square(h).mean()
+
+    layer = keeping_least(deep, [jnp.ones((16, 16))] * 24, jnp.ones((512, 16)))
+    of_layers = products(layer).count(((512, 16), (16, 16)))
+    assert of_layers <= 24 + 24  # what pulls gradients back has these shapes, too
+
+
+def test_long_chains_of_small_operations() -> None:
+    def fn(h):
+        for _ in range(1500):
+            h = jnp.sin(h)
+        return h
+
+    code = code_of(fn, arrays()[1])
+    layer = code.layer(0, len(code))
+    assert backward_of(layer.keeping(()), in_turn=True).turns
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_the_layer(shape: str) -> None:
+    flat = inputs(shape)
+    for layer in layers(shape):
+        consts, _, x = layer.body.split_in(flat)
+        outs, _, tape = layer.tape(consts, flat[len(consts) :], x)
+
+        def pulled(pull, layer=layer, consts=consts, x=x, tape=tape):
+            cts = [jnp.full(aval.shape, 0.5, aval.dtype) for aval in layer.body.jaxpr.out_avals]
+            cts = [ct for ct, wrt in zip(cts, layer.wrt.outs, strict=True) if wrt]
+            split = sum(layer.wrt.outs[: layer.body.num_carry])
+            return exact_jit(lambda *given: pull(layer, *given))(
+                consts, x, tape, cts[:split], cts[split:]
+            )
+
+        assert_same(pulled(pulled_back_in_turn), pulled(Layer.pullback))
+        assert outs is not None
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_what_waits_is_not_alive_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are kept, and norms between them recomputed: each in its turn, one at a time."""
+
+    def fn(ws, h):
+        for w in ws:
+            y = h @ w
+            y = y - y.mean(-1, keepdims=True)
+            h = jax.nn.relu(y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5))
+        return jnp.square(h).mean()
+
+    width, rows, depth = 1024, 16384, 12
+    spec = (
+        [jax.ShapeDtypeStruct((width, width), jnp.float32)] * depth,
+        jax.ShapeDtypeStruct((rows, width), jnp.float32),
+    )
+    code = code_of(fn, *spec)
+    products = [at for at, e in enumerate(code.eqns) if e.primitive.name == "dot_general"]
+    plan = UnrolledPlan(len(code), (Piece(0, len(code), keep=tuple(products)),))
+
+    def loss(ws, h):
+        return run(code, plan, jax.tree.leaves((ws, h)))[0]
+
+    def needed() -> int:
+        return jaxmem.memory_report(jax.grad(loss), *spec, target="h100-80g").temp_bytes
+
+    in_turn = needed()
+    monkeypatch.setattr(state, "pulled_back_in_turn", Layer.pullback)
+    at_once = needed()
+    array = rows * width * 4
+    assert in_turn < at_once - 4 * array
+    assert np.isfinite(in_turn)

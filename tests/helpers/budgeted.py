@@ -1,0 +1,44 @@
+"""The front of a step's plans, for tests that want more of it than the candidate that fits."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import jaxmem
+from jaxmem.fitting.question import Question
+from jaxmem.fitting.step_problem import StepProblem, look
+
+# ---------------------------------------------------------------- API
+
+
+def problem(
+    step: Callable[..., Any], *args: Any, target: str = "local", donate: tuple[int, ...] = ()
+) -> StepProblem:
+    """What of a step can be planned; no compiler is asked."""
+    return look(question(step, *args, target=target, donate=donate), False, "roofline")
+
+
+def question(
+    step: Callable[..., Any],
+    *args: Any,
+    target: str = "local",
+    donate: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
+) -> Question:
+    """A step as `fit` asks for it; `options` are the compiler's."""
+    return Question(step, args, {}, target, donate, (), options, 900.0, True)
+
+
+def plans(step: Callable[..., Any], *args: Any, most: int) -> list[jaxmem.StepPlan]:
+    """So many plans of a step's front at most, spread over it: without the first, which keeps
+    everything, with the last, which needs the least."""
+    found = problem(step, *args)
+    last = len(found.front) - 1
+    places = np.linspace(min(1, last), last, most).round().astype(int)
+    return [found.plan(int(candidate)) for candidate in dict.fromkeys(places)]
+
+
+def kinds(plan: jaxmem.StepPlan) -> Iterator[str]:
+    """Of what kind the plans of its stacks are."""
+    return (getattr(region.plan, "kind", "unrolled") for region in plan.regions)

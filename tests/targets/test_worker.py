@@ -1,0 +1,619 @@
+"""Compiling for absent accelerators in a worker: real programs, and every failure."""
+
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmem import targets
+from jaxmem.targets import CompileError, installed, refusals, spec
+from jaxmem.targets import client as client_module
+from jaxmem.targets.pool import Died, Pool, Worker, pool
+
+Spec = jax.ShapeDtypeStruct
+GIB = 2**30
+
+
+def exported(fn: Callable[..., Any], *specs: Any, platform: str, **options: Any) -> bytes:
+    """A program with flat arguments and results, as `compile_for` takes it."""
+    name = "cuda" if platform == "gpu" else platform
+    found = export.export(jax.jit(fn, **options), platforms=[name])(*specs)
+    flat = dataclasses.replace(
+        found,
+        in_tree=jax.tree.structure(((0,) * len(found.in_avals), {})),
+        out_tree=jax.tree.structure((0,) * len(found.out_avals)),
+    )
+    return bytes(flat.serialize())
+
+
+def compiled(name: str, fn: Callable[..., Any], *specs: Any, **options: Any) -> Any:
+    target = targets.target(name)
+    program = exported(fn, *specs, platform=target.platform)
+    return targets.compile_for(target, program, **options)
+
+
+def required(stats: dict[str, Any]) -> int:
+    return (
+        stats["argument_bytes"] + stats["output_bytes"] - stats["alias_bytes"] + stats["temp_bytes"]
+    )
+
+
+def gradients(w, x):
+    def loss(w):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    return jax.grad(loss)(w)
+
+
+W, X = Spec((4, 256, 256), "float32"), Spec((128, 256), "float32")
+W_BYTES, X_BYTES = 4 * 256 * 256 * 4, 128 * 256 * 4
+
+
+@functools.cache
+def small(platform: str) -> bytes:
+    return exported(gradients, W, X, platform=platform)
+
+
+def slow(platform: str) -> bytes:
+    """A program whose compilation takes much longer than any test waits."""
+
+    def sorts(x):
+        return sum(jnp.sort(x[: 1000 + 3 * k], axis=0).sum() for k in range(200))
+
+    return exported(sorts, Spec((2000, 128), "float32"), platform=platform)
+
+
+# ---------------------------------------------------------------- every row
+
+
+@pytest.mark.parametrize("name", list(targets.catalog()))
+def test_every_row_compiles_or_says_why_not(name):
+    row = targets.target(name)
+    if row.unavailable:
+        with pytest.raises(CompileError, match=re.escape(row.unavailable)):
+            targets.compile_for(row, small(row.platform))
+        row = reply_of(row.topology, small(row.platform))
+        assert "error" in row or row["refused"]  # it is true
+        return
+    assert row.missing() == ()
+    found = targets.compile_for(row, small(row.platform), donate=(0,))
+    assert found.stats["argument_bytes"] == W_BYTES + X_BYTES
+    assert found.stats["output_bytes"] in range(W_BYTES, W_BYTES + 4096)
+    assert found.stats["alias_bytes"] == W_BYTES
+    assert found.too_large_bytes is None
+    assert found.hlo.startswith("HloModule jit_call")
+    assert found.assignment.startswith("BufferAssignment:")
+    assert found.live_range.startswith("HloLiveRange")
+    assert {"jax", "jaxlib"} < set(found.versions)
+
+
+def reply_of(topology: dict[str, Any], program: bytes) -> dict[str, Any]:
+    """The answer of a worker, called directly."""
+    request = {
+        "do": "compile",
+        "topology": topology,
+        "devices": 1,
+        "donate": [],
+        "mesh_axes": [],
+        "memory_kinds": None,
+        "options": {},
+        "settings": {},
+    }
+    with pool.borrowed("gpu") as worker:
+        return worker.ask(request, program, time.monotonic() + 60)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("h100-80g", 2), ("h100-80g", 16), ("v5e-16g", 16), ("v4-32g", 2), ("tpu7x-95g", 2)],
+)
+def test_slices_have_as_many_devices_as_they_say(name, devices):
+    target = targets.target(name, devices=devices)
+    rows = NamedSharding(target.mesh({"data": devices}), PartitionSpec("data"))
+    x = Spec((1024 * devices, 128), "float32", sharding=rows)
+    program = exported(lambda x: x * 2, x, platform=target.platform)
+    found = targets.compile_for(target, program, mesh_axes={"data": devices})
+    assert found.stats["argument_bytes"] == 1024 * 128 * 4
+
+
+# ---------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("name", ["h100-80g", "v5e-16g"])
+def test_sharded_figures_are_for_one_device(name):
+    target = targets.target(name, devices=8)
+    mesh = target.mesh({"data": 4, "model": 2})
+    assert mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    w = Spec(W.shape, W.dtype, sharding=NamedSharding(mesh, PartitionSpec(None, None, "model")))
+    x = Spec(X.shape, X.dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    program = exported(gradients, w, x, platform=target.platform)
+    found = targets.compile_for(target, program, donate=(0,), mesh_axes=(("data", 4), ("model", 2)))
+    assert found.stats["argument_bytes"] == W_BYTES // 2 + X_BYTES // 4
+    assert "all-reduce" in found.hlo
+
+
+def test_mesh_of_other_devices():
+    target = targets.target("h100-80g", devices=4)
+    with pytest.raises(ValueError, match=r"the mesh data=8 does not match the 4 device\(s\)"):
+        targets.compile_for(target, small("gpu"), mesh_axes={"data": 8})
+
+
+@pytest.mark.parametrize("name", ["a100-40g", "v6e-32g"])
+def test_donation(name):
+    def update(w, x):
+        return w - 0.1 * x.sum()
+
+    kept = compiled(name, update, W, X).stats
+    given = compiled(name, update, W, X, donate=(0,)).stats
+    assert (kept["alias_bytes"], given["alias_bytes"]) == (0, W_BYTES)
+    assert required(kept) - required(given) == pytest.approx(W_BYTES, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["h100-80g", "v5e-16g"])
+def test_state_on_the_host(name):
+    """A donated argument in pinned_host that is returned there takes no device memory."""
+    target = targets.target(name)
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def update(w, x):
+        return jax.device_put(jax.device_put(w, device) + x.sum(), host)
+
+    on_host = NamedSharding(target.mesh({"one": 1}), PartitionSpec(), memory_kind="pinned_host")
+    program = exported(
+        update, Spec(W.shape, W.dtype, sharding=on_host), X, platform=target.platform
+    )
+    found = targets.compile_for(
+        target, program, donate=(0,), memory_kinds=(("pinned_host", None), ("pinned_host",))
+    ).stats
+    assert found["argument_bytes"] == X_BYTES
+    assert found["host_argument_bytes"] == W_BYTES
+    assert found["host_output_bytes"] == W_BYTES
+    assert found["host_alias_bytes"] == W_BYTES
+
+
+def test_argument_on_the_host():
+    """Counted separately on a TPU; `client.py` says how it is counted on a GPU."""
+
+    def product(w, x):
+        return x @ jax.device_put(w, jax.memory.Space.Device)[0]
+
+    target = targets.target("v5e-16g")
+    on_host = NamedSharding(target.mesh({"one": 1}), PartitionSpec(), memory_kind="pinned_host")
+    program = exported(product, Spec(W.shape, W.dtype, sharding=on_host), X, platform="tpu")
+    kinds = (("pinned_host", None), (None,))
+    found = targets.compile_for(target, program, memory_kinds=kinds).stats
+    assert (found["argument_bytes"], found["host_argument_bytes"]) == (X_BYTES, W_BYTES)
+
+
+@pytest.mark.parametrize("name", ["h100-80g", "v5e-16g"])
+def test_offloaded_residuals_are_on_the_host(name):
+    from jax.ad_checkpoint import checkpoint_name
+
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["carry"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def loss(w, x):
+        @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+        def layer(x, w):
+            x = checkpoint_name(x, "carry")
+            return x + jnp.sin(jnp.tanh(x @ w)), None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    w, x = Spec((8, 256, 256), "float32"), Spec((1024, 256), "float32")
+    found = compiled(name, jax.grad(loss), w, x).stats
+    assert found["host_temp_bytes"] == 8 * 1024 * 256 * 4
+
+
+def test_64_bit_types_stay():
+    with jax.enable_x64(True):
+        found = compiled("h100-80g", lambda x: x + 1, Spec((1000,), "float64"))
+    assert found.stats["argument_bytes"] == 8000
+
+
+@pytest.mark.parametrize("name", ["h100-80g", "a100-40g", "t4-16g"])
+def test_sums_from_the_table_are_the_compilers_own(name):
+    """They replace it where the compiler stops after buffer assignment."""
+    found = targets.compile_for(targets.target(name), small("gpu"), donate=(0,))
+    again = refusals.stats_of(found.assignment, "gpu")
+    for kind in ("argument", "output", "alias", "temp"):
+        assert again[f"{kind}_bytes"] == found.stats[f"{kind}_bytes"]
+
+
+def test_compiler_without_an_assembler_still_gives_figures(monkeypatch):
+    """A compute capability that the assembler does not support is as if there were none."""
+    old = targets.target("v100-16g")
+    monkeypatch.setattr(installed, "dropped", lambda capability: "")
+    found = targets.compile_for(old, small("gpu"), donate=(0,))
+    assert not found.assembled
+    assert found.message
+    assert found.stats["argument_bytes"] == W_BYTES + X_BYTES
+    assert found.stats["alias_bytes"] == W_BYTES
+    assert found.stats["temp_bytes"]
+
+
+# ---------------------------------------------------------------- too large
+
+
+@pytest.mark.parametrize(
+    ("fn", "specs", "gib"),
+    [
+        (lambda x, y: x.sum() + y.sum(), [Spec((3 * GIB,), "float32")] * 2, 24),
+        (lambda x: jnp.broadcast_to(x, (24, GIB // 4)), [Spec((), "float32")], 24),
+        (
+            lambda x: jnp.sort(x[:, None] * x[None, :], axis=0)[0],
+            [Spec((1 << 17,), "float32")],
+            None,
+        ),
+    ],
+    ids=["arguments", "outputs", "temporaries"],
+)
+def test_tpu_program_too_large(fn, specs, gib):
+    found = compiled("v5e-16g", fn, *specs)
+    assert found.too_large_space == "hbm"
+    assert found.available_bytes == round(15.75 * GIB)
+    assert found.too_large_bytes == required(found.stats) > found.available_bytes
+    if gib is not None:
+        assert found.too_large_bytes == pytest.approx(gib * GIB, rel=1e-6)
+    assert found.message.startswith("RESOURCE_EXHAUSTED")
+    assert found.hlo.startswith("HloModule")
+    assert found.assignment.startswith("BufferAssignment:")
+
+
+def test_donation_lets_a_tpu_program_fit():
+    x = Spec((3 * GIB,), "float32")
+    assert compiled("v5e-16g", lambda x: x + 1, x).too_large_bytes == pytest.approx(24 * GIB)
+    assert compiled("v5e-16g", lambda x: x + 1, x, donate=(0,)).too_large_bytes is None
+
+
+def test_tpu_kernel_too_large_for_the_chip():
+    from jax.experimental import pallas as pl
+
+    def double(x):
+        def kernel(x, out):
+            out[...] = x[...] * 2
+
+        return pl.pallas_call(kernel, out_shape=Spec(x.shape, x.dtype))(x)
+
+    found = compiled("v4-32g", double, Spec((16384, 1024), "float32"))
+    assert found.too_large_space == "vmem"
+    assert found.available_bytes == 16 * 2**20
+    assert found.too_large_bytes >= 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("message", "required", "available", "space"),
+    [
+        (
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (2.50T) "
+            "exceeds available HBM (15.75G).",
+            2.5 * 1024 * GIB,
+            15.75 * GIB,
+            "hbm",
+        ),
+        (
+            "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 16.58G "
+            "of 15.48G hbm. Exceeded hbm capacity by 1.10G.\n\nTotal hbm usage >= 17.10G:\n",
+            16.58 * GIB,
+            15.48 * GIB,
+            "hbm",
+        ),
+        (
+            "XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 64.00M "
+            "of 63.94M vmem. Exceeded vmem capacity by 64.0K.",
+            64 * 2**20,
+            63.94 * 2**20,
+            "vmem",
+        ),
+        (
+            "E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while "
+            "allocating on stack for %k = f32[8]{0} custom-call(%x). Scoped allocation with size "
+            "64.00M and limit 16.00M exceeded scoped vmem limit by 48.00M.",
+            64 * 2**20,
+            16 * 2**20,
+            "vmem",
+        ),
+        (
+            "Allocation (size=33554432) would exceed memory (size=16777216) :: #allocation2 "
+            "[shape = 'u8[33554432]{0}', space=vmem, size = 0x2000000]",
+            33554432,
+            16777216,
+            "vmem",
+        ),
+    ],
+    ids=["hbm", "hbm used", "vmem used", "vmem scoped", "vmem allocation"],
+)
+def test_sizes_in_refusals(message, required, available, space):
+    found = refusals.too_large(f"RESOURCE_EXHAUSTED: {message}")
+    assert found is not None
+    assert (found.required, found.available, found.space) == (
+        round(required),
+        round(available),
+        space,
+    )
+    assert refusals.too_large(f"INTERNAL: {message}") is None
+
+
+def test_first_line_says_something():
+    found = refusals.first_line("RESOURCE_EXHAUSTED: E1001: Oom:\n\nRan out of memory.\nmore")
+    assert found == "Ran out of memory."
+
+
+def test_gpu_program_too_large_is_compiled_and_said_so():
+    w, x = Spec((64, 4096, 4096), "float32"), Spec((1 << 16, 4096), "float32")
+    found = compiled("rtx-4090-24g", gradients, w, x)
+    assert found.too_large_bytes is None
+    assert required(found.stats) > targets.target("rtx-4090-24g").memory
+    assert "rematerialization" in found.log
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_garbage_for_a_program():
+    with pytest.raises(CompileError, match="the compiler for h100-80g refused the program: "):
+        targets.compile_for(targets.target("h100-80g"), b"garbage")
+    assert targets.compile_for(targets.target("h100-80g"), small("gpu")).stats
+
+
+def test_program_for_another_platform():
+    with pytest.raises(CompileError, match="exported for platforms") as caught:
+        targets.compile_for(targets.target("h100-80g"), small("tpu"))
+    assert "Traceback" not in str(caught.value)
+
+
+def test_unknown_option():
+    with pytest.raises(CompileError, match="No such compile option: 'xla_nonsense'"):
+        compiled("h100-80g", gradients, W, X, compiler_options={"xla_nonsense": 1})
+
+
+def test_options_and_flags_are_passed_on(monkeypatch):
+    x = Spec((512, 512), "bfloat16")
+    plain = compiled("h100-80g", lambda x: x @ x, x)
+    assert "__triton" in plain.hlo
+    option = {"xla_gpu_enable_triton_gemm": False}
+    assert "__triton" not in compiled("h100-80g", lambda x: x @ x, x, compiler_options=option).hlo
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    assert "__triton" not in compiled("h100-80g", lambda x: x @ x, x).hlo
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("XLA_FLAGS", "h100-80g"), ("LIBTPU_INIT_ARGS", "v5e-16g")]
+)
+def test_unknown_flag(monkeypatch, variable, name):
+    monkeypatch.setenv(variable, "--xla_nonsense=true")
+    with pytest.raises(CompileError, match=f"^{variable}='--xla_nonsense=true' has a flag that"):
+        targets.compile_for(targets.target(name), small(targets.target(name).platform))
+
+
+def test_not_installed(monkeypatch):
+    monkeypatch.setattr(installed, "_version", lambda name: None)
+    with pytest.raises(CompileError, match='libtpu is not installed: pip install "libtpu'):
+        targets.compile_for(targets.target("v5e-16g"), b"")
+    targets.warm_up(targets.target("v5e-16g"))  # not the place to complain
+
+
+def test_incomplete_target_kills_no_more_than_the_worker(monkeypatch):
+    """With three fields the compiler divides by zero."""
+    fields = "core_count: 132 cuda_compute_capability { major: 9 }"
+    text = f'gpu_device_info {{ {fields} }} platform_name: "CUDA"'
+    monkeypatch.setattr(spec, "_gpu_text", lambda target, spec: text)
+    with pytest.raises(CompileError, match=r"the compiler for h100-80g crashed \(SIGFPE\)"):
+        targets.compile_for(targets.target("h100-80g"), small("gpu"))
+    monkeypatch.undo()
+    assert targets.compile_for(targets.target("h100-80g"), small("gpu")).stats
+
+
+def busy() -> list[Worker]:
+    return [worker for worker in pool._all if worker.pending]
+
+
+def test_worker_killed_while_compiling():
+    program, target = slow("gpu"), targets.target("h100-80g")
+    with ThreadPoolExecutor(1) as threads:
+        result = threads.submit(targets.compile_for, target, program)
+        while not busy():
+            time.sleep(0.05)
+        (worker,) = busy()
+        time.sleep(1.0)
+        assert not result.done()
+        os.kill(worker.process.pid, signal.SIGKILL)
+        with pytest.raises(CompileError, match=r"was killed \(SIGKILL\): most likely this machine"):
+            result.result(timeout=10)
+    assert not os.path.exists(worker.folder)
+    assert targets.compile_for(target, small("gpu")).stats
+
+
+@pytest.mark.parametrize("name", ["h100-80g", "v5e-16g"])
+def test_timeout(name):
+    target = targets.target(name)
+    program = slow(target.platform)
+    targets.warm_up(target)
+    before = time.monotonic()
+    with pytest.raises(CompileError, match="took more than 2 s and was stopped; pass timeout="):
+        targets.compile_for(target, program, timeout=2)
+    assert time.monotonic() - before < 5
+    assert not busy()
+    assert targets.compile_for(target, small(target.platform)).stats
+
+
+def test_interrupt_ends_the_worker(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        targets.compile_for(targets.target("h100-80g"), small("gpu"))
+    assert not busy()
+
+
+def test_worker_that_died_at_rest_is_replaced():
+    target = targets.target("h100-80g")
+    targets.compile_for(target, small("gpu"))
+    for worker in pool._all:
+        os.kill(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+    assert targets.compile_for(target, small("gpu")).stats
+
+
+def test_worker_ends_when_idle():
+    worker = Worker(idle=0.2)
+    try:
+        assert worker.process.wait(timeout=20) == 0
+        with pytest.raises(Died) as caught:
+            worker.ask({"do": "warm", "topology": {}}, b"", time.monotonic() + 5)
+        assert caught.value.code == 0
+    finally:
+        worker.end()
+
+
+def test_no_room_for_files(monkeypatch):
+    with pool.borrowed("gpu") as worker:  # what a full disk does, at the first file
+        monkeypatch.setattr(worker, "folder", os.path.join(worker.folder, "log", "none"))
+    folder = str(Path(worker.folder).parents[1])
+    with pytest.raises(CompileError, match="is .* on a full disk\\? TMPDIR sets the folder"):
+        targets.compile_for(targets.target("h100-80g"), small("gpu"))
+    shutil.rmtree(folder)
+
+
+# ---------------------------------------------------------------- several at once
+
+
+def test_threads_get_workers_of_their_own():
+    names = ["h100-80g", "v5e-16g", "a100-40g", "v5e-16g"]
+    rows = [targets.target(name) for name in names]
+    programs = [small(row.platform) for row in rows]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(targets.compile_for, rows, programs))
+    for row, output in zip(rows, found, strict=True):
+        assert output.stats == targets.compile_for(row, small(row.platform)).stats
+
+
+def test_warm_up_does_not_wait_and_is_used():
+    mine = Pool()
+    topology = targets.target("h100-80g").topology
+    before = time.monotonic()
+    mine.warm_up("gpu", {"do": "warm", "topology": topology})
+    mine.warm_up("gpu", {"do": "warm", "topology": topology})
+    assert time.monotonic() - before < 0.5
+    (started,) = mine._all
+    with mine.borrowed("gpu") as worker:
+        assert worker is started
+    mine.close()
+    assert not started.alive
+    assert not os.path.exists(started.folder)
+
+
+def test_close_ends_workers_that_are_at_work():
+    program = slow("gpu")
+    with ThreadPoolExecutor(1) as threads:
+        result = threads.submit(targets.compile_for, targets.target("h100-80g"), program)
+        while not busy():
+            time.sleep(0.05)
+        pool.close()
+        with pytest.raises(CompileError):
+            result.result(timeout=10)
+    assert targets.compile_for(targets.target("h100-80g"), small("gpu")).stats
+
+
+SEVERAL = """
+import os, sys, warnings
+from pathlib import Path
+from jaxmem import targets
+from jaxmem.targets.pool import pool
+
+folder, what = Path(sys.argv[1]), sys.argv[2]
+
+def figure(name):
+    target = targets.target(name)
+    output = targets.compile_for(target, (folder / target.platform).read_bytes())
+    return output.stats["argument_bytes"]
+
+if what == "figures":
+    print(figure("h100-80g"), figure("v5e-16g"))
+elif what == "fork":
+    warnings.simplefilter("ignore")
+    first = figure("h100-80g")
+    (worker,) = pool._all
+    child = os.fork()
+    if not child:
+        own = figure("h100-80g")
+        os._exit(0 if own == first and worker not in pool._all else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert figure("h100-80g") == first and pool._all == [worker]
+elif what == "orphan":
+    figure("h100-80g")
+    (worker,) = pool._all
+    print(worker.process.pid, worker.folder, flush=True)
+    worker.send({"do": "warm", "topology": targets.target("h100-80g", 8).topology})
+    os.kill(os.getpid(), 9)
+"""
+
+
+def process(tmp_path: Path, what: str) -> "subprocess.Popen[str]":
+    for platform in ("gpu", "tpu"):
+        (tmp_path / platform).write_bytes(small(platform))
+    paths = [str(Path(targets.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [sys.executable, "-c", SEVERAL, str(tmp_path), what],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_compile_at_once(tmp_path):
+    both = [process(tmp_path, "figures") for _ in range(2)]
+    expected = f"{W_BYTES + X_BYTES} {W_BYTES + X_BYTES}\n"
+    assert [one.communicate(timeout=60)[0] for one in both] == [expected] * 2
+
+
+def test_fork_begins_with_no_worker(tmp_path):
+    one = process(tmp_path, "fork")
+    one.communicate(timeout=60)
+    assert one.returncode == 0
+
+
+def test_worker_ends_with_its_parent(tmp_path):
+    one = process(tmp_path, "orphan")
+    out, _ = one.communicate(timeout=60)
+    assert one.returncode == -signal.SIGKILL
+    pid, folder = out.split()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (Path(f"/proc/{pid}").exists() or Path(folder).exists()):
+        time.sleep(0.05)
+    assert not Path(folder).exists()
+
+
+def test_settings_of_jax_are_passed_on():
+    """They are read by name, so a name that jax no longer knows would be dropped silently."""
+    assert {
+        "jax_use_shardy_partitioner",
+        "jax_optimization_level",
+        "jax_memory_fitting_level",
+        "jax_compiler_enable_remat_pass",
+    } <= set(targets.settings())
+    assert targets.settings()["jax_use_shardy_partitioner"] is True
+    assert set(targets.settings()) <= set(client_module._SETTINGS)
