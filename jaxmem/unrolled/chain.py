@@ -238,13 +238,29 @@ def by_sqrt(closed: ClosedJaxpr, policy: Sqrt) -> tuple[Code, UnrolledPlan] | No
     code = Code(closed)
     if len(code.cuts()) - 1 < _FEWEST:
         return None
-    chain = Chain(code, _ANY, points=0)
-    forward = sum(chain.segments[k, k + 1].stage.seconds for k in range(len(chain)))
-    within = [plan for plan in chain.plans() if plan.seconds <= policy.levels * forward]
-    return (code, chain.plan(within[-1].steps)) if within else None
+    key = code.digest, policy.levels
+    if key not in _PLANNED:
+        while len(_PLANNED) >= _MOST_PLANNED:
+            _PLANNED.pop(next(iter(_PLANNED)), None)
+        _PLANNED[key] = _sqrt_plan(code, policy.levels)
+    plan = _PLANNED[key]
+    return None if plan is None else (code, plan)
 
 
 # ---------------------------------------------------------------- implementation
+
+
+# One step traces a function several times, and planning it takes far longer than tracing it does.
+# Known by what the code is, without the code: that may hold arrays.
+_PLANNED: dict[tuple[str, int], UnrolledPlan | None] = {}
+_MOST_PLANNED = 64
+
+
+def _sqrt_plan(code: Code, levels: int) -> UnrolledPlan | None:
+    chain = Chain(code, _ANY, points=0)
+    forward = sum(chain.segments[k, k + 1].stage.seconds for k in range(len(chain)))
+    within = [plan for plan in chain.plans() if plan.seconds <= levels * forward]
+    return chain.plan(within[-1].steps) if within else None
 
 
 def _widths(count: int) -> list[tuple[int, int]]:
