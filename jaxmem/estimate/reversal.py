@@ -148,9 +148,9 @@ def without_checkpoint(
 
     Kept is what kernels read on the way there and on the way back.  What only the way back needs,
     masks and counts, is computed there.  All else that is elementwise a compiler recomputes by
-    itself, outside of loops, inside of what reads it, if at most `expensive` operations between what
-    is in memory and that are not cheap; so of the rest kept is the least from which it follows by such
-    operations.  In unrolled code the tanh of a gelu is recomputed; the one layer beside a
+    itself, outside of loops, inside of what reads it, if at most `expensive` operations between
+    what is in memory and that are not cheap; so of the rest kept is the least from which it follows
+    by such operations.  In unrolled code the tanh of a gelu is recomputed; the one layer beside a
     loop is predicted better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)

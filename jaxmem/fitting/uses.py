@@ -26,7 +26,7 @@ class Uses:
       times: how often they are reversed; where a gradient is taken in each turn of a scan, in one.
       live: of how many what they keep is there at once.
       copies: how often it is there besides: what one turn of a scan keeps, before it is stacked.
-      iterations: how often the scans around one run it, one after the other; 0 where there are none.
+      iterations: how often scans around one run it, one after the other; 0 where there are none.
       stacked: whether a scan stacks what they keep.
     """
 
