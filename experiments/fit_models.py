@@ -26,8 +26,8 @@ from budgeted_models import MODELS, ONLY_FOR
 import jaxmem
 from common.table import Record, Table, versions
 from jaxmem._util.text import size
-from jaxmem.fitting.question import Question
-from jaxmem.fitting.step_problem import StepProblem, look
+from jaxmem.fitting.compile_request import CompileRequest
+from jaxmem.fitting.step_problem import StepProblem, build_problem
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -115,11 +115,11 @@ def main(options: Options) -> list[Row]:
 def asked(model: str, target: str, options: Options, done: set[int]) -> Iterator[Row]:
     """The rows of one model on one target that are not there yet."""
     job = MODELS[model]()
-    ask = Question(
+    ask = CompileRequest(
         job.step, job.args, dict(job.kwargs), target, job.donate_argnums, (), None,
         options.timeout, True,
     )  # fmt: skip
-    problem = look(ask, False, "roofline")
+    problem = build_problem(ask, False, "roofline")
     least, most = (
         problem.report(ask, candidate).required_bytes for candidate in (len(problem.front) - 1, 0)
     )

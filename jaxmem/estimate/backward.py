@@ -24,19 +24,19 @@ from jaxmem.trace.layer import Layer, nbytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class BackwardStep:
     """One operation that pulls gradients back, and what is recomputed for it.
 
     Attributes:
-      again: places of operations, which stand in front of it.
+      recomputed: places of operations, which stand in front of it.
       operation: its place.
       anew: whether what was recomputed so far, and is no kernel's, is forgotten before it.
-      waits: for what `again` has to wait, as it makes something large: the gradients that it
+      waits: for what `recomputed` has to wait, as it makes something large: the gradients that it
         is for, and what the kernel before made, so that branches come one after the other.
       first: gradients that wait for the operation, which is done with something large.
     """
 
-    again: range
+    recomputed: range
     operation: int
     anew: bool
     waits: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Backward:
     Attributes:
       closed: its operations.
       consts, xs, tape, gradients: its inputs.
-      turns: its operations in groups, if it goes by turns; what follows the last one belongs to
+      steps: its operations in groups, if it is interleaved; what follows the last one belongs to
         none.
     """
 
@@ -59,17 +59,17 @@ class Backward:
     xs: list[Any]
     tape: list[Any]
     gradients: list[Any]
-    turns: tuple[Turn, ...] = ()
+    steps: tuple[BackwardStep, ...] = ()
 
 
 # ---------------------------------------------------------------- API
 
 
-def backward_of(layer: Layer, in_turn: bool = False) -> Backward:
+def backward_of(layer: Layer, interleaved: bool = False) -> Backward:
     """The backward pass of a layer.
 
     Args:
-      in_turn: whether what is recomputed stands right in front of what reads it, several
+      interleaved: whether what is recomputed stands right in front of what reads it, several
         times if need be, and not in front of everything.
     """
     forward, reverse = layer.linearised, layer.transposed
@@ -78,14 +78,14 @@ def backward_of(layer: Layer, in_turn: bool = False) -> Backward:
     consts, _, xs = layer.body.split_in(forward.jaxpr.invars)
     closed = _jax.followed_by(forward, again, reverse, layer.residuals, [*consts, *xs, *tape])
     gradients = reverse.jaxpr.invars[len(layer.residuals) :]
-    if not in_turn:
+    if not interleaved:
         return Backward(closed, consts, xs, tape, gradients)
     order = _Order(closed, len(again), gradients)
     closed = _jax.with_equations(closed, order.eqns)
-    return Backward(closed, consts, xs, tape, gradients, tuple(order.turns))
+    return Backward(closed, consts, xs, tape, gradients, tuple(order.steps))
 
 
-def pulled_back_in_turn(
+def interleaved_pullback(
     layer: Layer,
     consts: Sequence[Any],
     x: Sequence[Any],
@@ -94,7 +94,7 @@ def pulled_back_in_turn(
     ct_y: Sequence[Any],
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """As `Layer.pullback`; what is recomputed waits for the gradient that needs it."""
-    backward = backward_of(layer, in_turn=True)
+    backward = backward_of(layer, interleaved=True)
     closed = backward.closed
     pairs = zip(layer.kept, tape, strict=True)
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -105,27 +105,27 @@ def pulled_back_in_turn(
     # What is read to recompute is taken from behind a barrier: a compiler would else find
     # that it has the results already.
     behind: dict[Any, Any] = {}
-    for turn in backward.turns:
-        if turn.anew:
+    for step in backward.steps:
+        if step.anew:
             behind.clear()
-        if turn.again:
-            again = [closed.jaxpr.eqns[at] for at in turn.again]
+        if step.recomputed:
+            again = [closed.jaxpr.eqns[at] for at in step.recomputed]
             reads = [var for var in _read(again) if var not in behind]
-            waits, later = tied([values[var] for var in turn.waits], [values[var] for var in reads])
-            values.update(zip(turn.waits, waits, strict=True))
+            waits, later = tied([values[var] for var in step.waits], [values[var] for var in reads])
+            values.update(zip(step.waits, waits, strict=True))
             behind.update(zip(reads, later, strict=True))
             with jax.named_scope(_jax.RECOMPUTED):
                 found = _jax.evaluate_each(again, behind)
-            # What is no kernel's is read in this turn and not behind a barrier.
+            # What is no kernel's is read in this step and not behind a barrier.
             behind.update(found)
             values.update(found)
-        eqn = closed.jaxpr.eqns[turn.operation]
+        eqn = closed.jaxpr.eqns[step.operation]
         values.update(_jax.evaluate_each([eqn], values))
-        if turn.first:
+        if step.first:
             outs = [var for var in eqn.outvars if not _jax.is_dropped(var)]
-            done, later = tied([values[var] for var in outs], [values[var] for var in turn.first])
-            values.update(zip([*outs, *turn.first], [*done, *later], strict=True))
-    done = backward.turns[-1].operation + 1 if backward.turns else 0
+            done, later = tied([values[var] for var in outs], [values[var] for var in step.first])
+            values.update(zip([*outs, *step.first], [*done, *later], strict=True))
+    done = backward.steps[-1].operation + 1 if backward.steps else 0
     values.update(_jax.evaluate_each(closed.jaxpr.eqns[done:], values))
     return layer.by_role(a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars)
 
@@ -169,13 +169,13 @@ class _Order:
 
     Attributes:
       eqns: in their order; what stands there several times has results of other names.
-      turns: which of these belong together.
+      steps: which of these belong together.
     """
 
     def __init__(self, closed: ClosedJaxpr, count: int, gradients: Sequence[Any]) -> None:
         jaxpr = closed.jaxpr
         self.eqns: list[Any] = []
-        self.turns: list[Turn] = []
+        self.steps: list[BackwardStep] = []
         self._again = jaxpr.eqns[:count]
         self._makers = {var: at for at, eqn in enumerate(self._again) for var in eqn.outvars}
         self._stored = in_memory(jaxpr)
@@ -229,9 +229,9 @@ class _Order:
         self._large.update(self._called(var) for var in large)
         ins = [self._called(a) if _jax.is_var(a) else a for a in eqn.invars]
         done = kernel and any(_jax.is_var(a) and a in self._large for a in ins)
-        self.turns.append(
-            Turn(
-                again=range(start, len(self.eqns)),
+        self.steps.append(
+            BackwardStep(
+                recomputed=range(start, len(self.eqns)),
                 operation=len(self.eqns),
                 anew=anew or self._ended,
                 waits=self._waits(gradients) if large else (),

@@ -101,11 +101,11 @@ def reversal_peak(
       live_to_end: what of the tape is live to the end: others hold it, too.
       barriers: whether there are any, as there are where something is recomputed.
     """
-    backward = backward_of(layer, in_turn=True)
+    backward = backward_of(layer, interleaved=True)
     closed = _as_scheduled(backward, barriers) if calls_libraries else backward.closed
     held = [*backward.tape, *backward.gradients]
     # What others hand over they may read, too, and not rounded; so do barriers.
-    waiting = {var for turn in backward.turns for var in turn.waits}
+    waiting = {var for step in backward.steps for var in step.waits}
     rounded = _rounded_gradients(backward, fuses_operands) - waiting
     # Through a barrier go the gradients that others wait for, if there are several.
     _, reached, _ = layer.by_role(backward.closed.jaxpr.outvars)
@@ -135,29 +135,29 @@ def loose_bytes(layer: Layer, graph: Graph, fuses_operands: bool = False) -> int
     Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
     """
     # Where products compute their operands, a gelu is computed there as well, its tanh included.
-    dear = 1 if fuses_operands else 0
-    plain = without_checkpoint(layer, graph, dear, fuses_operands)
+    expensive = 1 if fuses_operands else 0
+    plain = without_checkpoint(layer, graph, expensive, fuses_operands)
     backward = backward_of(layer.keeping(plain.kept))
     return peak_live_bytes(backward.closed, held=backward.tape, fuses_operands=fuses_operands)
 
 
 def without_checkpoint(
-    layer: Layer, graph: Graph, dear: int = 0, fuses_operands: bool = False
+    layer: Layer, graph: Graph, expensive: int = 0, fuses_operands: bool = False
 ) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
     Kept is what kernels read on the way there and on the way back.  What only the way back needs,
     masks and counts, is computed there.  All else that is elementwise a compiler recomputes by
-    itself, outside of loops, inside of what reads it, if at most `dear` operations between what is
-    in memory and that are not cheap; so of the rest kept is the least from which it follows by such
-    operations.  In unrolled code the tanh of a gelu is recomputed; the one layer beside a
+    itself, outside of loops, inside of what reads it, if at most `expensive` operations between
+    what is in memory and that are not cheap; so of the rest kept is the least from which it follows
+    by such operations.  In unrolled code the tanh of a gelu is recomputed; the one layer beside a
     loop is predicted better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)
     stored = _in_memory(layer, fuses_operands)
     anyway = frozenset(unnamed[at] for at in _read_by_kernels_both_ways(layer, stored)) - graph.free
     late = _for_the_way_back(layer)
-    repeated = _repeated(layer.linearised.jaxpr, stored, dear) | late
+    repeated = _repeated(layer.linearised.jaxpr, stored, expensive) | late
     operations = tuple(
         Operation(
             inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
@@ -211,7 +211,7 @@ def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
     the other that reads the same gradient comes first, unless a barrier keeps that back.
     """
     eqns = list(backward.closed.jaxpr.eqns)
-    free = (turn.operation for turn in backward.turns if not (barriers and turn.first))
+    free = (step.operation for step in backward.steps if not (barriers and step.first))
     for at in [at for at in free if copied_to_swap(eqns[at])]:
         made = set(eqns[at].outvars)
         for later in range(at + 1, len(eqns)):
@@ -275,7 +275,7 @@ def _for_the_way_back(layer: Layer) -> frozenset[int]:
     )
 
 
-def _repeated(jaxpr: Any, stored: Collection[Any], dear: int) -> set[int]:
+def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int) -> set[int]:
     """Places of the operations that a compiler does again inside of those that read them."""
     # Which operations that are not cheap are done again for a value that is not in memory.
     behind: dict[Any, frozenset[int]] = {}
@@ -285,7 +285,7 @@ def _repeated(jaxpr: Any, stored: Collection[Any], dear: int) -> set[int]:
         again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
         if eqn.primitive.name in _EXPENSIVE:
             again |= {at}
-        repeated = kind_of(eqn) in ("fused", "view") and len(again) <= dear
+        repeated = kind_of(eqn) in ("fused", "view") and len(again) <= expensive
         if repeated:
             found.add(at)
             behind.update((var, again) for var in eqn.outvars if var not in stored)

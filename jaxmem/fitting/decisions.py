@@ -45,9 +45,9 @@ def decisions(
     Args:
       keep: None where the whole layer is recomputed.
     """
-    again = range(len(graph.operations)) if keep is None else keep.again
+    recomputed = range(len(graph.operations)) if keep is None else keep.recomputed
     decision: dict[int, Decision] = {}
-    for operation in again:
+    for operation in recomputed:
         decision.update(dict.fromkeys(graph.operations[operation].outputs, "recompute"))
     if keep is not None:
         decision.update(dict.fromkeys(keep.kept, "keep"))

@@ -13,11 +13,11 @@ from typing import Any
 from jaxmem import targets
 from jaxmem._util.text import parse_size, size
 from jaxmem.errors import BudgetError, JaxmemWarning, check_flags, check_positive, warn
+from jaxmem.fitting.compile_request import CompileRequest, rematerialised
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
-from jaxmem.fitting.question import Question, rematerialised
 from jaxmem.fitting.shortfall import shortfall
-from jaxmem.fitting.step_problem import Cost, look
+from jaxmem.fitting.step_problem import Cost, build_problem
 from jaxmem.report.report import MemoryReport
 from jaxmem.solve.search import search
 
@@ -99,12 +99,12 @@ def fit(
     check_flags(allow_offload=allow_offload, cache=cache, progress=progress)
     budget = parse_size(budget, "budget")
     max_compiles = check_positive("max_compiles", max_compiles)
-    ask = Question(
+    ask = CompileRequest(
         step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
     )
     reports: dict[int, MemoryReport] = {}
     with Progress(progress, max_compiles) as say:
-        problem = look(ask, allow_offload, cost)
+        problem = build_problem(ask, allow_offload, cost)
         say.planned(max_compiles, f"budget {size(budget)}")
 
         def compiled(candidate: int) -> int:

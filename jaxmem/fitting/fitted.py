@@ -155,7 +155,7 @@ def _head(planned: Planned) -> str:
         return f"  {text}; {times} such stacks"
     if not planned.candidate.seconds:
         return f"  {text}, each of {times} times"
-    what = "the function with the scan" if planned.region.uses.turns else "what calls it"
+    what = "the function with the scan" if planned.region.uses.iterations else "what calls it"
     return f"  {text}, each of {times} times; to plan each by itself, decorate {what}"
 
 

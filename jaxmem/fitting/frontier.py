@@ -20,10 +20,10 @@ from jaxmem._util.files import write_whole
 from jaxmem._util.shown import picture
 from jaxmem._util.text import change, columns, duration, size
 from jaxmem.errors import check_flags, check_positive
+from jaxmem.fitting.compile_request import CompileRequest, rematerialised
 from jaxmem.fitting.progress import Progress
-from jaxmem.fitting.question import Question, rematerialised
 from jaxmem.fitting.step_plan import StepPlan
-from jaxmem.fitting.step_problem import Cost, look
+from jaxmem.fitting.step_problem import Cost, build_problem
 from jaxmem.report.report import MemoryReport
 
 if TYPE_CHECKING:
@@ -213,13 +213,13 @@ def frontier(
             f"frontier: points={points}, but its two ends are two points; for a single plan use "
             "jaxmem.fit with a budget"
         )
-    ask = Question(
+    ask = CompileRequest(
         step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
     )
     reports: dict[int, MemoryReport] = {}
     predicted: dict[int, int] = {}
     with Progress(progress, points) as say:
-        problem = look(ask, allow_offload, cost)
+        problem = build_problem(ask, allow_offload, cost)
         chosen = spread(problem.predicted, points)
         say.planned(len(chosen), "frontier")
         for number, candidate in enumerate(_ends_first(chosen), 1):

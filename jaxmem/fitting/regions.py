@@ -103,7 +103,7 @@ class StackRegion(Region):
 
     def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
         # In a scan a single layer is in a loop, too.
-        loose = None if self.uses.turns else self.loose_bytes
+        loose = None if self.uses.iterations else self.loose_bytes
         sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
         # Beside others what it keeps counts more than what it needs while it is reversed.
         ways = {0, max(self.uses.others, 1)} if several else {0}

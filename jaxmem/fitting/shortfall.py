@@ -19,7 +19,7 @@ def shortfall(
     Args:
       report: of the least that was compiled.
       problem: the `Problem` that was solved, `candidate` that least plan of it.
-      ask: the `Question`.
+      ask: the `CompileRequest`.
       offload: whether the host was allowed.
     """
     fixed = report.argument_bytes + report.output_bytes - report.alias_bytes
@@ -87,7 +87,7 @@ def _hints(
     hints += [
         f"decorate the function with the scan that {region.where} is a layer of: now all its turns "
         "have the same plan, and the scan is not cut"
-        if region.uses.turns
+        if region.uses.iterations
         else f"decorate what calls {region.where} in its place: now its "
         f"{region.uses.times} calls have the same plan, and cannot be cut into segments"
         for region in code
@@ -100,7 +100,7 @@ def _hints(
             f"{len(alone)} pieces of code is planned by itself, and what one hands to the next is "
             "held"
         )
-    if report.platform == "cpu" and not all(region.uses.turns for region in code):
+    if report.platform == "cpu" and not all(region.uses.iterations for region in code):
         hints.append(
             "name an accelerator as the target: of code outside of scans the cpu compiler finds "
             "again what it has computed before, so that no plan saves anything there"

@@ -11,8 +11,8 @@ from jaxmem.errors import NoStackWarning, OffloadWarning, warn
 from jaxmem.estimate.measured import Measured
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.collector import Collector
+from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.fitted import Planned
-from jaxmem.fitting.question import Question
 from jaxmem.fitting.regions import Region, UnrolledRegion
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.report.advice import where_to_decorate
@@ -70,7 +70,7 @@ class StepProblem:
             for region, own, pick in zip(self.regions, self.candidates, picks, strict=True)
         )
 
-    def report(self, ask: Question, candidate: int) -> MemoryReport:
+    def report(self, ask: CompileRequest, candidate: int) -> MemoryReport:
         return ask.report(self.plan(candidate))
 
     def prediction(self, candidate: int, seen: dict[int, int]) -> int:
@@ -82,7 +82,7 @@ class StepProblem:
 # ---------------------------------------------------------------- API
 
 
-def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
+def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepProblem:
     """Trace a step and solve for the Pareto front of its plans."""
     if cost not in get_args(Cost):
         raise ValueError(f"cost must be one of {', '.join(get_args(Cost))}, got {cost!r}")
@@ -105,9 +105,9 @@ def look(ask: Question, allow_offload: bool, cost: Cost) -> StepProblem:
     collector.count(program.jaxpr)
     regions = tuple(collector.regions.values())
     for region in regions:
-        if isinstance(region, UnrolledRegion) and region.uses.turns:
+        if isinstance(region, UnrolledRegion) and region.uses.iterations:
             warn(
-                f"{region.where} is one layer of a scan of {region.uses.turns}: all of them "
+                f"{region.where} is one layer of a scan of {region.uses.iterations}: all of them "
                 "get the same plan, and the scan is not cut.  Decorate the function with the scan, "
                 "or scan the layer with jaxmem.scan, jaxmem.linen.scan or jaxmem.nnx.scan",
                 NoStackWarning,
@@ -172,7 +172,7 @@ def _others(program: Program, gradients: int) -> tuple[int, int]:
     return arguments + results, max(gradients - results, 0)
 
 
-def _devices(ask: Question) -> int:
+def _devices(ask: CompileRequest) -> int:
     sizes = [1]
     for leaf in jax.tree.leaves((ask.args, ask.kwargs)):
         sharding = getattr(leaf, "sharding", None)

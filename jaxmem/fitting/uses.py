@@ -26,14 +26,14 @@ class Uses:
       times: how often they are reversed; where a gradient is taken in each turn of a scan, in one.
       live: of how many what they keep is there at once.
       copies: how often it is there besides: what one turn of a scan keeps, before it is stacked.
-      turns: how many times one after the other scans around one run it; 0 where there are none.
+      iterations: how often scans around one run it, one after the other; 0 where there are none.
       stacked: whether a scan stacks what they keep.
     """
 
     times: int = 1
     live: int = 1
     copies: int = 0
-    turns: int = 0
+    iterations: int = 0
     stacked: bool = False
 
     @property
@@ -57,7 +57,7 @@ def uses(closed: Any, regions: Mapping[str, Hashable]) -> dict[Hashable, Uses]:
       regions: what stands in the scope of each name; equal where it is alike.
     """
     return {
-        region: Uses(seen.times, seen.live, seen.peak - seen.live, seen.turns, seen.stacked)
+        region: Uses(seen.times, seen.live, seen.peak - seen.live, seen.iterations, seen.stacked)
         for region, seen in _seen(closed.jaxpr, regions, None).items()
     }
 
@@ -73,7 +73,7 @@ class _Seen:
     """Of regions that are alike, what was seen of them, from the end of a program to its start.
 
     Attributes:
-      times, live, turns, stacked: see `Uses`; `peak` is `live` with the copies.
+      times, live, iterations, stacked: see `Uses`; `peak` is `live` with the copies.
       reversed: there at the start of what was seen, to be reversed in it.
       made: the other way round: there at its end, and made in it.
     """
@@ -83,7 +83,7 @@ class _Seen:
     peak: int = 0
     reversed: int = 0
     made: int = 0
-    turns: int = 0
+    iterations: int = 0
     stacked: bool = False
 
     def add(self, earlier: "_Seen") -> None:
@@ -94,7 +94,7 @@ class _Seen:
         self.reversed += earlier.reversed - matched
         self.made += earlier.made - matched
         self.times += earlier.times
-        self.turns = max(self.turns, earlier.turns)
+        self.iterations = max(self.iterations, earlier.iterations)
         self.stacked |= earlier.stacked
 
     def either(self, other: "_Seen") -> None:
@@ -106,10 +106,10 @@ class _Seen:
     def in_scan(self, length: int) -> None:
         """It is one turn of a scan that is itself there, or back."""
         stacked = self.reversed * length
-        if self.reversed:  # all turns stacked, and one by itself
+        if self.reversed:  # all iterations stacked, and one by itself
             self.live, self.peak, self.stacked = stacked, stacked + self.peak, True
         self.reversed, self.made = stacked, self.made * length
-        self.turns = length * max(self.turns, 1) if self.times else 0
+        self.iterations = length * max(self.iterations, 1) if self.times else 0
         self.times *= length
 
 

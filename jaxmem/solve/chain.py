@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxmem.solve.stages import (
-    NO_WIDE,
+    NO_MERGED,
     Carried,
     ChainPlan,
     Kept,
+    Merged,
     Option,
     Recomputed,
     Stage,
     Steps,
-    Wide,
     extra_seconds,
     peak_bytes,
 )
@@ -75,7 +75,10 @@ class ChainTable:
 
 
 def solve_chain(
-    stages: Sequence[Stage], slots: int = 500, carried: Carried | None = None, wide: Wide = NO_WIDE
+    stages: Sequence[Stage],
+    slots: int = 500,
+    carried: Carried | None = None,
+    merged: Merged = NO_MERGED,
 ) -> ChainTable:
     """The best persistent plans for a chain, from the fewest bytes to no work done again.
 
@@ -93,7 +96,7 @@ def solve_chain(
       carried: `carried(i, j)`, the bytes that holding the input of stage j adds
         when that of stage i < j is held (what passes through both is one array,
         and passes through all between); by default all of it.
-      wide: stages `first`..`after`-1 as one, by (first, after): what can be kept where all
+      merged: stages `first`..`after`-1 as one, by (first, after): what can be kept where all
         of them are looked at together, and what that needs.
 
     Raises:
@@ -118,7 +121,7 @@ def solve_chain(
     most = _PASSES * sum(
         stage.seconds + max(option.seconds for option in stage.options) for stage in stages
     )
-    return ChainTable(point for point in _found(stages, slots, carried, wide) if point[1] <= most)
+    return ChainTable(point for point in _found(stages, slots, carried, merged) if point[1] <= most)
 
 
 # ---------------------------------------------------------------- implementation
@@ -130,19 +133,19 @@ _PASSES = 60
 _RANGES = 3
 
 
-def _found(stages: tuple[Stage, ...], slots: int, carried: Carried | None, wide: Wide):
-    uniform = carried is None and not wide and stages == stages[:1] * len(stages)
+def _found(stages: tuple[Stage, ...], slots: int, carried: Carried | None, merged: Merged):
+    uniform = carried is None and not merged and stages == stages[:1] * len(stages)
     if not uniform:
         slots = max(slots * 100 // max(len(stages), 100), 50)
-    fastest = _fastest(stages, wide)
-    most = peak_bytes(fastest, stages, carried, wide)
-    yield most, extra_seconds(fastest, stages, wide), lambda: fastest
-    least = min(_least(stage) for stage in (*stages, *wide.values()))
-    for count, unit in _grids(stages, most - least, slots, carried, wide):
+    fastest = _fastest(stages, merged)
+    most = peak_bytes(fastest, stages, carried, merged)
+    yield most, extra_seconds(fastest, stages, merged), lambda: fastest
+    least = min(_least(stage) for stage in (*stages, *merged.values()))
+    for count, unit in _grids(stages, most - least, slots, carried, merged):
         if uniform:
             table = UniformTable(stages[0], len(stages), count, unit, least)
         else:
-            table = Table(stages, count, unit, least, carried, wide)
+            table = Table(stages, count, unit, least, carried, merged)
         bytes, seconds = table.points()
         if not np.isfinite(seconds[-1]):
             return
@@ -153,22 +156,22 @@ def _found(stages: tuple[Stage, ...], slots: int, carried: Carried | None, wide:
                 yield round(bytes[m]), float(seconds[m]), functools.partial(table.steps, m)
             else:  # such a table is large: plans are read from it at once
                 steps = table.steps(m)
-                size = peak_bytes(steps, stages, carried, wide)
-                yield size, extra_seconds(steps, stages, wide), functools.partial(tuple, steps)
+                size = peak_bytes(steps, stages, carried, merged)
+                yield size, extra_seconds(steps, stages, merged), functools.partial(tuple, steps)
 
 
-def _fastest(stages: tuple[Stage, ...], wide: Wide) -> tuple[Kept, ...]:
+def _fastest(stages: tuple[Stage, ...], merged: Merged) -> tuple[Kept, ...]:
     """A plan of the fewest seconds, which no better one exceeds in bytes.
 
     Several stages as one are taken only where that is faster than each by itself.
     """
     best: list[tuple[float, tuple[Kept, ...]]] = [(0.0, ())]
-    spans = sorted(wide, key=lambda span: span[1])
+    spans = sorted(merged, key=lambda span: span[1])
     for after, stage in enumerate(stages, 1):
         found = _with(best[after - 1], stage, Kept(after - 1, 0))
         for first, last in spans:
             if last == after:
-                other = _with(best[first], wide[first, last], Kept(first, 0, last - first))
+                other = _with(best[first], merged[first, last], Kept(first, 0, last - first))
                 found = other if other[0] < found[0] * (1 - 1e-12) else found
         best.append(found)
     return best[-1][1]
@@ -186,9 +189,9 @@ def _with(
     )
 
 
-def _grids(stages, width: int, slots: int, carried: Carried | None, wide: Wide):
+def _grids(stages, width: int, slots: int, carried: Carried | None, merged: Merged):
     """(slots, unit) of each table, for budgets that go `width` beyond the least one."""
-    sizes = math.gcd(width, *_sizes((*stages, *wide.values())), *_crossings(len(stages), carried))
+    sizes = math.gcd(width, *_sizes((*stages, *merged.values())), *_crossings(len(stages), carried))
     if width <= slots * sizes:
         yield (width // sizes if sizes else 0), sizes or 1
         return

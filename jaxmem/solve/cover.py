@@ -19,7 +19,7 @@ class Keep:
     Attributes:
       kept: values stored on the device, in order.
       offloaded: values sent to the host, in order.
-      again: indices of the operations recomputed, in the order in which they run.
+      recomputed: indices of the operations recomputed, in the order in which they run.
       bytes: of `kept`.
       seconds: of `again`, and of writing and reading `kept` and `offloaded`.
       gap: how much faster, relative to `seconds`, the best of so few bytes could
@@ -28,7 +28,7 @@ class Keep:
 
     kept: tuple[int, ...]
     offloaded: tuple[int, ...]
-    again: tuple[int, ...]
+    recomputed: tuple[int, ...]
     bytes: int
     seconds: float
     gap: float = 0.0
@@ -52,14 +52,14 @@ class Model:
         self.columns = first + len(small.operations)
         maker = {v: first + e for e, op in enumerate(small.operations) for v in op.outputs}
 
-        def ways(value: int) -> list[tuple[int, float]]:
+        def sources(value: int) -> list[tuple[int, float]]:
             found = (k.get(value), h.get(value), maker.get(value))
             return [(column, 1.0) for column in found if column is not None]
 
-        rows = [(ways(v), 1.0) for v in sorted(small.wanted)]
+        rows = [(sources(v), 1.0) for v in sorted(small.wanted)]
         for e, operation in enumerate(small.operations):
             for u in sorted(operation.inputs - small.wanted):
-                rows.append(([*ways(u), (first + e, -1.0)], 0.0))
+                rows.append(([*sources(u), (first + e, -1.0)], 0.0))
         at = [(i, j, x) for i, (row, _) in enumerate(rows) for j, x in row]
         i, j, x = zip(*at, strict=True) if at else ((), (), ())
         self.matrix = sparse.csr_matrix((x, (i, j)), shape=(len(rows), self.columns))
@@ -133,18 +133,18 @@ class Model:
         n = len(self.kept)
         kept = {v for v, one in zip(self.kept, on, strict=False) if one}
         sent = {v for v, one in zip(self.sent, on[n:], strict=False) if one}
-        return settle(self.small.graph, frozenset(kept), frozenset(sent))
+        return keep_set(self.small.graph, frozenset(kept), frozenset(sent))
 
 
-def settle(graph: Graph, kept: frozenset[int], offloaded: frozenset[int]) -> Keep | None:
+def keep_set(graph: Graph, kept: frozenset[int], offloaded: frozenset[int]) -> Keep | None:
     """What storing these values comes to, without those nothing needs; None if it does not do."""
     stored = kept | offloaded
     needed = graph.wanted - graph.free
-    again, made = [], set()
+    recomputed, made = [], set()
     for e in range(len(graph.operations) - 1, -1, -1):
         operation = graph.operations[e]
         if needed.intersection(operation.outputs) - stored:
-            again.append(e)
+            recomputed.append(e)
             made.update(operation.outputs)
             needed |= set(operation.inputs) - graph.free
     if needed - stored - made:
@@ -153,13 +153,13 @@ def settle(graph: Graph, kept: frozenset[int], offloaded: frozenset[int]) -> Kee
     offloaded = frozenset((offloaded & needed) - made)
     kept = frozenset((kept & needed) - made - offloaded)
     host = graph.host_seconds or ()
-    seconds = sum(graph.operations[e].seconds for e in again)
+    seconds = sum(graph.operations[e].seconds for e in recomputed)
     seconds += sum(graph.keep_seconds[v] for v in sorted(kept))
     seconds += sum(host[v] for v in sorted(offloaded))
     return Keep(
         kept=tuple(sorted(kept)),
         offloaded=tuple(sorted(offloaded)),
-        again=tuple(reversed(again)),
+        recomputed=tuple(reversed(recomputed)),
         bytes=sum(graph.bytes[v] for v in kept),
         seconds=float(seconds),
     )

@@ -19,7 +19,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -35,7 +35,7 @@ class Found:
 
 def search(
     predicted: Sequence[int], budget: int, compiled: Callable[[int], int], most: int = 6
-) -> Found:
+) -> SearchResult:
     """Find the fastest candidate within the budget.
 
     Args:
@@ -46,7 +46,7 @@ def search(
 
     >>> truth = [100, 90, 80, 70, 60, 50]
     >>> search([95, 85, 75, 65, 55, 45], 72, truth.__getitem__)
-    Found(candidate=3, seen={3: 70, 2: 80}, closed=True)
+    SearchResult(candidate=3, seen={3: 70, 2: 80}, closed=True)
     >>> search([95, 85], 72, truth.__getitem__).candidate is None
     True
     """
@@ -111,7 +111,7 @@ def search(
     fits = [candidate for candidate, size in seen.items() if size <= budget]
     candidate = min(fits, default=None)
     closed = candidate is not None and (candidate == 0 or seen.get(candidate - 1, budget) > budget)
-    return Found(candidate, seen, closed)
+    return SearchResult(candidate, seen, closed)
 
 
 # Predictions are this far off at times: by this much a plan has to be predicted to be smaller than

@@ -77,8 +77,8 @@ class Stage:
 
 
 # Several stages as one, with options of its own: those from the first to before the second number.
-Wide = Mapping[tuple[int, int], Stage]
-NO_WIDE: Wide = {}
+Merged = Mapping[tuple[int, int], Stage]
+NO_MERGED: Merged = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Kept:
         """The stage behind it."""
         return self.stage + self.length
 
-    def among(self, stages: Sequence[Stage], wide: Wide) -> Stage:
+    def among(self, stages: Sequence[Stage], merged: Merged) -> Stage:
         """The stage, or the several as one."""
-        return stages[self.stage] if self.length == 1 else wide[self.stage, self.after]
+        return stages[self.stage] if self.length == 1 else merged[self.stage, self.after]
 
 
-NO_MORE: Mapping[Kept, int] = {}
+NO_EXTRA_WORK: Mapping[Kept, int] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,16 +130,16 @@ class ChainPlan:
 
 
 def extra_seconds(
-    steps: Sequence[Kept | Recomputed], stages: Sequence[Stage], wide: Wide = NO_WIDE
+    steps: Sequence[Kept | Recomputed], stages: Sequence[Stage], merged: Merged = NO_MERGED
 ) -> float:
     """Seconds of forward work beyond one evaluation of each stage."""
     total = 0.0
     for step in steps:
         if isinstance(step, Kept):
-            total += step.among(stages, wide).options[step.option].seconds
+            total += step.among(stages, merged).options[step.option].seconds
         else:
             total += sum(stage.seconds for stage in stages[step.first : step.last])
-            total += extra_seconds(step.inner, stages, wide)
+            total += extra_seconds(step.inner, stages, merged)
     return total
 
 
@@ -147,14 +147,14 @@ def peak_bytes(
     steps: Sequence[Kept | Recomputed],
     stages: Sequence[Stage],
     carried: Carried | None = None,
-    wide: Wide = NO_WIDE,
-    more: Mapping[Kept, int] = NO_MORE,
+    merged: Merged = NO_MERGED,
+    extra_work: Mapping[Kept, int] = NO_EXTRA_WORK,
 ) -> int:
     """Bytes live at the peak of a plan whose first input is held by others.
 
     Args:
-      carried, wide: see `jaxmem.solve.chain.solve_chain`.
-      more: work_bytes of kept stages beside those of their options.
+      carried, merged: see `jaxmem.solve.chain.solve_chain`.
+      extra_work: work_bytes of kept stages beside those of their options.
     """
     end = steps[-1]
     gradient = stages[(end.after if isinstance(end, Kept) else end.last) - 1].gradient_bytes
@@ -173,10 +173,10 @@ def peak_bytes(
             peak = max(
                 peak,
                 held + gradient + evaluation_bytes(stages, step.first, step.last),
-                held + peak_bytes(step.inner, stages, carried, wide, more),
+                held + peak_bytes(step.inner, stages, carried, merged, extra_work),
             )
             continue
-        stage = step.among(stages, wide)
+        stage = step.among(stages, merged)
         option = stage.options[step.option]
         charge, waiting = option.tape_bytes, boundary - option.input_bytes
         if waiting <= 0:
@@ -184,7 +184,7 @@ def peak_bytes(
         peak = max(
             peak,
             held + gradient + charge + waiting + stage.carry_bytes - option.output_bytes,
-            held + stage.gradient_bytes + charge + option.work_bytes + more.get(step, 0),
+            held + stage.gradient_bytes + charge + option.work_bytes + extra_work.get(step, 0),
         )
         held, passed = held + charge, option.output_bytes
     return peak

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmem.solve.stages import Carried, Kept, Recomputed, Stage, Steps, Wide
+from jaxmem.solve.stages import Carried, Kept, Merged, Recomputed, Stage, Steps
 
-_PAY = np.iinfo(np.int16).max  # in `loose`: keep the input, then go on as in `held`
+_HOLD_INPUT = np.iinfo(np.int16).max  # in `loose`: keep the input, then go on as in `held`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +61,16 @@ class Table:
         unit: float,
         least: int,
         carried: Carried | None,
-        wide: Wide,
+        merged: Merged,
     ):
-        self.stages, self.unit, self.carried, self.wide = stages, unit, carried, wide
-        self.ways: list[list[Kept]] = [
+        self.stages, self.unit, self.carried, self.merged = stages, unit, carried, merged
+        self.candidates: list[list[Kept]] = [
             [Kept(s, option) for option in range(len(stage.options))]
             for s, stage in enumerate(stages)
         ]
-        for (first, after), stage in sorted(wide.items()):
+        for (first, after), stage in sorted(merged.items()):
             options = range(len(stage.options))
-            self.ways[first] += [Kept(first, option, after - first) for option in options]
+            self.candidates[first] += [Kept(first, option, after - first) for option in options]
         # A hair above the multiples, so that sums of floats that should be equal are.
         self.budgets = least + unit * (np.arange(slots + 1) + 1e-6)
         self.gradients = np.array([stage.gradient_bytes for stage in stages], dtype=float)
@@ -99,18 +99,18 @@ class Table:
             tables.append(_Cells.empty(shape))
             if s == 0 and not held:
                 break
-            for choice in range(len(self.ways[s])):
+            for choice in range(len(self.candidates[s])):
                 self._keep(s, choice, held)
             if held:
-                self._again(s)
+                self._recompute(s)
             else:
                 paid = self._less(self._at(s, True), self.stages[s - 1].carry_bytes)
-                tables[-1].improve(slice(None), *paid, _PAY)
+                tables[-1].improve(slice(None), *paid, _HOLD_INPUT)
 
     def _keep(self, s: int, choice: int, held: bool) -> None:
         charge, waiting = self._charge(s, choice, held)
-        kept = self.ways[s][choice]
-        stage = kept.among(self.stages, self.wide)
+        kept = self.candidates[s][choice]
+        stage = kept.among(self.stages, self.merged)
         option = stage.options[kept.option]
         forward = charge + waiting + stage.carry_bytes - option.output_bytes
         backward = charge + option.work_bytes + stage.gradient_bytes
@@ -123,7 +123,7 @@ class Table:
         seconds += option.seconds
         self._offer(s, held, slice(last - s, None), seconds, np.maximum(bytes, needs), choice)
 
-    def _again(self, s: int) -> None:
+    def _recompute(self, s: int) -> None:
         seconds, widest, before = 0.0, 0, 0
         cells = self._at(s, True)
         for after in range(s + 1, len(self.stages)):
@@ -145,8 +145,8 @@ class Table:
 
     def _charge(self, s: int, choice: int, held: bool) -> tuple[int, int]:
         """Bytes held by a kept stage, and of its input while it is evaluated."""
-        kept = self.ways[s][choice]
-        option = kept.among(self.stages, self.wide).options[kept.option]
+        kept = self.candidates[s][choice]
+        option = kept.among(self.stages, self.merged).options[kept.option]
         if held:
             return option.tape_bytes - option.input_bytes, 0
         return option.tape_bytes, max(self.stages[s - 1].carry_bytes - option.input_bytes, 0)
@@ -157,9 +157,9 @@ class Table:
             after = s - choice
             price = self.stages[after - 1].carry_bytes
         else:
-            kept = self.ways[s][choice]
+            kept = self.candidates[s][choice]
             after = kept.after
-            option = kept.among(self.stages, self.wide).options[kept.option]
+            option = kept.among(self.stages, self.merged).options[kept.option]
             price = self.stages[after - 1].carry_bytes - option.output_bytes
         return min(price, self.carried(s, after)) if held and self.carried else price
 
@@ -197,28 +197,28 @@ class Table:
         held = True
         while s <= t:
             choice = int(self._at(s, held).choice[t - s, m])
-            if choice == _PAY:
-                m = self._look(s, t, m, True, self.stages[s - 1].carry_bytes)[2]
+            if choice == _HOLD_INPUT:
+                m = self._cell(s, t, m, True, self.stages[s - 1].carry_bytes)[2]
                 choice, held = int(self._at(s, True).choice[t - s, m]), True
             charge, before = 0, s
             if choice >= 0:
-                steps.append(kept := self.ways[s][choice])
+                steps.append(kept := self.candidates[s][choice])
                 charge, s = self._charge(s, choice, held)[0], kept.after
             else:
                 s -= choice
                 steps.append(Recomputed(before, s, self._steps(before, s - 1, m)))
             if s <= t:
                 price = self._price(before, choice, held)
-                ways = [(False, charge), (True, charge + price)]
+                candidates = [(False, charge), (True, charge + price)]
                 if price <= 0:
-                    ways = ways[1:]
+                    candidates = candidates[1:]
                 elif price >= self.stages[s - 1].carry_bytes:
-                    ways = ways[:1]
-                looks = [(self._look(s, t, m, *way), way[0]) for way in ways]
-                (_, _, m), held = min(looks, key=lambda look: look[0][:2])
+                    candidates = candidates[:1]
+                cells = [(self._cell(s, t, m, *way), way[0]) for way in candidates]
+                (_, _, m), held = min(cells, key=lambda cell: cell[0][:2])
         return tuple(steps)
 
-    def _look(self, s: int, t: int, m: int, held: bool, by: int) -> tuple[float, float, int]:
+    def _cell(self, s: int, t: int, m: int, held: bool, by: int) -> tuple[float, float, int]:
         """One cell of `_less`: seconds, bytes with these, and the budget it is found at."""
         cells, (near, far) = self._at(s, held), self._moves(by)
         if m < near or cells.bytes[t - s, m - near] + by > self.budgets[m]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmem.solve.stages import Kept, Recomputed, Stage, Steps
 
-_PAY = np.iinfo(np.int32).max
+_HOLD_INPUT = np.iinfo(np.int32).max
 _SHORT = 96
 _FAR_EVERY = 16
 
@@ -31,15 +31,15 @@ class UniformTable:
         self._choice = np.zeros(shape, np.int32)
         self._tables = self._seconds, self._bytes
         self._split = np.ones(slots + 1, int)
-        loose, held = self._ways(False), self._ways(True)
+        loose, held = self._options(False), self._options(True)
         pay = _Moves(np.array([stage.carry_bytes]), self)
         for n in range(1, length + 1):
             self._keep(n, held)
             if n > 1:
-                self._again(n)
+                self._recompute(n)
             self._keep(n, loose)
             seconds, bytes = pay.best(self._seconds[1, n], self._bytes[1, n])
-            self._offer(n, False, seconds[0], bytes[0], _PAY)
+            self._offer(n, False, seconds[0], bytes[0], _HOLD_INPUT)
 
     def points(self) -> tuple[np.ndarray, np.ndarray]:
         """(bytes, seconds) of the whole chain, for each budget; infinite where it does not fit."""
@@ -51,7 +51,7 @@ class UniformTable:
 
     # ------------------------------------------------------------ filling
 
-    def _ways(self, held: bool) -> "_Ways":
+    def _options(self, held: bool) -> "_Options":
         options = self.stage.options
         charges = [self._charge(choice, held) for choice in range(len(options))]
         needs = [
@@ -62,7 +62,7 @@ class UniformTable:
         ]
         prices = [self.stage.carry_bytes - option.output_bytes for option in options]
         charge = np.array([charge for charge, _ in charges], dtype=float)
-        return _Ways(
+        return _Options(
             held=held,
             seconds=np.array([option.seconds for option in options])[:, None],
             needs=np.array(needs, dtype=float)[:, None],
@@ -73,22 +73,22 @@ class UniformTable:
             else None,
         )
 
-    def _keep(self, n: int, ways: "_Ways") -> None:
+    def _keep(self, n: int, options: "_Options") -> None:
         columns = np.arange(len(self.budgets))
-        seconds = np.zeros((len(ways.needs), len(columns)))
+        seconds = np.zeros((len(options.needs), len(columns)))
         bytes = np.zeros_like(seconds)
         if n > 1:
-            seconds, bytes = ways.then_loose.best(self._seconds[0, n - 1], self._bytes[0, n - 1])
-            if ways.then_held:
-                other, size = ways.then_held.best(self._seconds[1, n - 1], self._bytes[1, n - 1])
-                better = (other < seconds) | ((other == seconds) & (size < bytes)) | ways.passed
+            seconds, bytes = options.then_loose.best(self._seconds[0, n - 1], self._bytes[0, n - 1])
+            if options.then_held:
+                other, size = options.then_held.best(self._seconds[1, n - 1], self._bytes[1, n - 1])
+                better = (other < seconds) | ((other == seconds) & (size < bytes)) | options.passed
                 seconds, bytes = np.where(better, other, seconds), np.where(better, size, bytes)
-        seconds, bytes = seconds + ways.seconds, np.maximum(bytes, ways.needs)
+        seconds, bytes = seconds + options.seconds, np.maximum(bytes, options.needs)
         seconds[bytes > self.budgets] = np.inf
         best = seconds.argmin(axis=0)
-        self._offer(n, ways.held, seconds[best, columns], bytes[best, columns], best)
+        self._offer(n, options.held, seconds[best, columns], bytes[best, columns], best)
 
-    def _again(self, n: int) -> None:
+    def _recompute(self, n: int) -> None:
         columns = np.arange(len(self.budgets))
         if n <= _SHORT or n == self.length:
             split = np.arange(1, n)[:, None]
@@ -139,8 +139,8 @@ class UniformTable:
         held, carry = True, self.stage.carry_bytes
         while n:
             choice = int(self._choice[int(held), n, m])
-            if choice == _PAY:
-                m, held = self._look(n, m, True, carry)[2], True
+            if choice == _HOLD_INPUT:
+                m, held = self._cell(n, m, True, carry)[2], True
                 choice = int(self._choice[1, n, m])
             charge, length, price = 0, -choice, carry
             if choice >= 0:
@@ -151,13 +151,13 @@ class UniformTable:
                 steps.append(Recomputed(first, first + length, self._steps(first, length, m)))
             first, n = first + length, n - length
             if n:
-                then_loose = self._look(n, m, False, charge)
-                then_held = self._look(n, m, True, charge + price)
+                then_loose = self._cell(n, m, False, charge)
+                then_held = self._cell(n, m, True, charge + price)
                 held = price <= 0 or (price < carry and then_held[:2] < then_loose[:2])
                 m = (then_held if held else then_loose)[2]
         return tuple(steps)
 
-    def _look(self, n: int, m: int, held: bool, by: int) -> tuple[float, float, int]:
+    def _cell(self, n: int, m: int, held: bool, by: int) -> tuple[float, float, int]:
         """One cell of `_Moves.best`: seconds, bytes with these, and the budget it is found at."""
         near, far = (int(slots) for slots in _slots(by, self.unit))
         at = int(held), n
@@ -190,7 +190,7 @@ class _Moves:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ways:
+class _Options:
     """The options of the stage, as columns; `passed`: the next stage's input is held thereby."""
 
     held: bool

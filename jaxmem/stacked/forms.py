@@ -26,7 +26,7 @@ class Form:
     are flat too: final carry, ys stacked along axis 0.
 
     Attributes:
-      in_turn: whether what one layer recomputes waits, operation by operation, for the
+      interleaved: whether what one layer recomputes waits, operation by operation, for the
         gradients that need it: a layer of many operations that is in no loop.
     """
 
@@ -34,7 +34,7 @@ class Form:
     length: int
     reverse: bool = False
     unroll: Any = 1
-    in_turn: bool = False
+    interleaved: bool = False
 
     def index(self, step: Any) -> Any:
         """Where in the stacked inputs the layer of this step of the computation is."""

@@ -79,7 +79,7 @@ def backward(
             return pull(form, run, args, ct_ys, state, form.index(index), tape, into)
 
         if count == 1:
-            if run.recomputes and not form.in_turn:
+            if run.recomputes and not form.interleaved:
                 # Outside a loop nothing else keeps a compiler from finding that it has the
                 # values already that are to be recomputed.
                 carry, tapes = tied(state.carry, tapes)

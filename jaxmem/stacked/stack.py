@@ -82,7 +82,7 @@ class Stack:
     @property
     def is_part(self) -> bool:
         """Whether it is a part of code that was looked at as a whole, for what uses its keys."""
-        return self.form.in_turn
+        return self.form.interleaved
 
     def unplanned(self, outs: Sequence[Any]) -> list[Any]:
         """Results of the plain scan; warns when and if that is differentiated."""

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 
 from jaxmem import _jax
-from jaxmem.estimate.backward import pulled_back_in_turn
+from jaxmem.estimate.backward import interleaved_pullback
 from jaxmem.stacked.forms import Form
 from jaxmem.trace.layer import Layer
 
@@ -81,7 +81,7 @@ def pull(
     """One layer down: its gradient goes straight into its row of the stacked gradients."""
     consts, _, xs = layer.body.split_in(args)
     ct_y = form.at(ct_ys, step)
-    pullback = pulled_back_in_turn if form.in_turn and layer.recomputes else Layer.pullback
+    pullback = interleaved_pullback if form.interleaved and layer.recomputes else Layer.pullback
     g_consts, ct_carry, g_x = pullback(layer, consts, form.at(xs, step), tape, state.carry, ct_y)
     return Cotangents(
         [total + g for total, g in zip(state.consts, g_consts, strict=True)],

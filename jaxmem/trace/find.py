@@ -72,7 +72,7 @@ def find(closed: ClosedJaxpr) -> Found:
         takes_gradients |= "transpose(" in name
         if _jax.is_stack(eqn):
             form = eqn.params["stack"].form
-            if form.in_turn:
+            if form.interleaved:
                 continue  # a piece of unrolled code, under its plan
             body, length = form.body, form.length
             parts = body.jaxpr, body.num_consts, body.num_carry

@@ -76,7 +76,7 @@ class Chain:
                 known[layer.digest] = segment_of(layer, roofline, offload, points, looks)
             segment = self.segments[first, after] = known[layer.digest]
             # Of what passes the stage by, the gradient is there too while it is reversed.
-            given = code.alive_bytes(self.cuts[after])
+            given = code.live_bytes(self.cuts[after])
             passing = given - segment.stage.carry_bytes
             stages[first, after] = dataclasses.replace(
                 segment.stage,
@@ -84,9 +84,9 @@ class Chain:
                 gradient_bytes=segment.stage.gradient_bytes + passing,
             )
         single = [stages.pop((k, k + 1)) for k in range(len(self))]
-        self._single, self._wide = single, stages
-        table = solve_chain(single, slots=200, carried=self._carried, wide=stages)
-        self.found = tuple(self._looked_at_again(table))
+        self._single, self._merged = single, stages
+        table = solve_chain(single, slots=200, carried=self._carried, merged=stages)
+        self.found = tuple(self._reestimated(table))
 
     def __len__(self) -> int:
         """How many stages there are."""
@@ -166,10 +166,10 @@ class Chain:
         kept += sum(nbytes(var.aval) for var in held - given - results)
         return HeldPlan(plan.bytes + given_bytes, plan.seconds, plan.steps, kept)
 
-    def _looked_at_again(self, table: ChainTable) -> Iterator[ChainPlan]:
+    def _reestimated(self, table: ChainTable) -> Iterator[ChainPlan]:
         """The plans of a table, with what each needs as it will be run."""
         plans = [plan for size, _ in table.frontier() if (plan := table.plan(size)) is not None]
-        if whole := self._wide.get((0, len(self))):
+        if whole := self._merged.get((0, len(self))):
             # In the table plans in several parts, which only now turn out to need more, beat these.
             options = enumerate(whole.options)
             plans += [ChainPlan(0, one.seconds, (Kept(0, k, len(self)),)) for k, one in options]
@@ -180,10 +180,10 @@ class Chain:
         """Bytes live at the peak, with what the dynamic program does not see."""
         more: dict[Kept, int] = {}
         self._add_more(steps, frozenset(), more)
-        needed = peak_bytes(steps, self._single, self._carried, self._wide, more)
+        needed = peak_bytes(steps, self._single, self._carried, self._merged, more)
         if all(isinstance(step, Kept) and step.option == 0 for step in steps):
             # Run as one piece: no barrier cuts the parts of a gradient out of the whole.
-            stage = self._wide[0, len(self)] if len(self) > 1 else self._single[0]
+            stage = self._merged[0, len(self)] if len(self) > 1 else self._single[0]
             whole = stage.options[0]
             needed = max(needed, whole.tape_bytes + whole.work_bytes + stage.gradient_bytes)
         return needed
@@ -198,7 +198,7 @@ class Chain:
             segment, stored = self.segment(step), self._stored(step)
             live_to_end = frozenset(place for place, var in stored.items() if var in held)
             if live_to_end:
-                more[step] = segment.more_work(step.option, live_to_end)
+                more[step] = segment.extra_work_bytes(step.option, live_to_end)
             held |= set(stored.values())
 
     def _stored(self, kept: Kept) -> dict[int, Any]:

@@ -54,14 +54,14 @@ class Code:
         except NoReverseMode:
             return False
 
-    def alive_bytes(self, at: int) -> int:
+    def live_bytes(self, at: int) -> int:
         """Bytes live at a place, inputs of the function not counted."""
         return sum(nbytes(var.aval) for var in self.live[at])
 
     def cuts(self, most: int = 48) -> list[int]:
         """Places to cut at, among them 0 and the end; at most so many segments."""
         count = len(self)
-        sizes = [self.alive_bytes(at) for at in range(count + 1)]
+        sizes = [self.live_bytes(at) for at in range(count + 1)]
         made = [sum(nbytes(var.aval) for var in eqn.outvars) for eqn in self.eqns]
         total = [0]
         for size in made:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.solve.cover import settle
+from jaxmem.solve.cover import keep_set
 from jaxmem.solve.keep import Keep
 from jaxmem.solve.problem import Graph
 from jaxmem.trace.layer import Layer, nbytes
@@ -55,7 +55,7 @@ def descended(
         for place in keep.kept:
             if layer.values[place] not in there or sizes[place] <= _WORTH * bytes:
                 continue
-            less = settle(graph, frozenset(keep.kept) - {place}, frozenset(keep.offloaded))
+            less = keep_set(graph, frozenset(keep.kept) - {place}, frozenset(keep.offloaded))
             if less is not None:
                 rate = max(less.seconds - keep.seconds, 0.0) / sizes[place]
                 number = len(seen) * len(sizes) + place

@@ -59,5 +59,5 @@ def run_region(closed: ClosedJaxpr, args: Sequence[Any], policy: ByLayer, label:
         return _jax.evaluate(closed, args)
     open_, consts = _jax.without_consts(closed)
     body = Body(open_, len(consts) + len(args), 0)
-    region = SingleLayer(form=Form(body, 1, in_turn=True), policy=policy, label=label)
+    region = SingleLayer(form=Form(body, 1, interleaved=True), policy=policy, label=label)
     return [out[0] for out in _jax.bind_stack(region, [*consts, *args])]

@@ -108,7 +108,7 @@ def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
     body = Body(code.traced(piece.first, piece.last, reads), len(reads), 0)
 
     def run(*given: Any) -> list[Any]:
-        stack = KeptSegment(Form(body, 1, in_turn=True), Names(), piece=piece)
+        stack = KeptSegment(Form(body, 1, interleaved=True), Names(), piece=piece)
         return [out[0] for out in _jax.bind_stack(stack, given)]
 
     return run

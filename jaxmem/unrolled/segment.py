@@ -9,7 +9,7 @@ from jaxmem.estimate.reversal import given_bytes, reversal_peak, without_checkpo
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.estimate.values import graph_of, unnamed_places
 from jaxmem.solve.chain import Option, Stage
-from jaxmem.solve.cover import settle
+from jaxmem.solve.cover import keep_set
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.problem import Graph
 from jaxmem.trace.layer import Layer, nbytes
@@ -40,7 +40,7 @@ class Segment:
     calls_libraries: bool
     _more: dict[Any, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    def more_work(self, option: int, live_to_end: frozenset[int]) -> int:
+    def extra_work_bytes(self, option: int, live_to_end: frozenset[int]) -> int:
         """Working space beside that of an option, where these of its values stay: others hold them.
 
         Args:
@@ -98,7 +98,7 @@ def segment_of(
         timed = dataclasses.replace(timed, keepable=graph.keepable, bytes=sizes)
         others = [(keep.kept, keep.offloaded) for keep in menu(timed, points=points)]
         known = {(keep.kept, keep.offloaded) for keep in found}
-        again = [settle(graph, *map(frozenset, other)) for other in others if other not in known]
+        again = [keep_set(graph, *map(frozenset, other)) for other in others if other not in known]
         found += [keep for keep in again if keep is not None]
     how = roofline.fuses_operands, roofline.calls_libraries
 

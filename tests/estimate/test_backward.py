@@ -12,7 +12,7 @@ from jax import lax
 
 import jaxmem
 from jaxmem import _jax
-from jaxmem.estimate.backward import backward_of, pulled_back_in_turn
+from jaxmem.estimate.backward import backward_of, interleaved_pullback
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.estimate.values import graph_of
 from jaxmem.solve.keep import menu
@@ -43,7 +43,7 @@ def inputs(shape: str) -> list[jax.Array]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_read_was_made_before(shape: str) -> None:
     for layer in layers(shape):
-        backward = backward_of(layer, in_turn=True)
+        backward = backward_of(layer, interleaved=True)
         jaxpr = backward.closed.jaxpr
         known = {*jaxpr.invars, *jaxpr.constvars}
         made = []
@@ -58,7 +58,7 @@ def test_what_is_read_was_made_before(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_computed_again_once(shape: str) -> None:
     for layer in layers(shape):
-        ways = backward_of(layer), backward_of(layer, in_turn=True)
+        ways = backward_of(layer), backward_of(layer, interleaved=True)
         few, many = ([str(e.primitive) for e in way.closed.jaxpr.eqns] for way in ways)
         assert few.count("dot_general") == many.count("dot_general")
         assert len(few) <= len(many) <= 3 * len(few)
@@ -78,7 +78,7 @@ def test_elementwise_results_are_computed_for_each_reader() -> None:
         for place, var in enumerate(layer.values)
         if (eqn := layer.made_by(var)) is not None and eqn.primitive.name == "dot_general"
     ]
-    backward = backward_of(layer.keeping(products), in_turn=True)
+    backward = backward_of(layer.keeping(products), interleaved=True)
     names = [str(eqn.primitive) for eqn in backward.closed.jaxpr.eqns]
     # Once for the product that reads z, once for the derivative of the relu.
     assert names.count("sub") == 2
@@ -86,12 +86,12 @@ def test_elementwise_results_are_computed_for_each_reader() -> None:
     assert names.count("reduce_sum") == [
         str(e.primitive) for e in (backward_of(layer.keeping(products)).closed.jaxpr.eqns)
     ].count("reduce_sum")
-    assert "dot_general" in {names[turn.operation] for turn in backward.turns if turn.waits}
+    assert "dot_general" in {names[step.operation] for step in backward.steps if step.waits}
 
 
 def products(layer: Layer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The shapes of what is multiplied, in the backward pass."""
-    eqns = backward_of(layer, in_turn=True).closed.jaxpr.eqns
+    eqns = backward_of(layer, interleaved=True).closed.jaxpr.eqns
     found = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
     return [tuple(var.aval.shape for var in eqn.invars) for eqn in found]
 
@@ -103,7 +103,7 @@ def keeping_least(fn: Any, *args: Any) -> Layer:
 
 
 def test_thin_products_are_computed_for_each_reader() -> None:
-    """Those of few operations for what they make: a dear one is recomputed once, and kept."""
+    """Those of few operations for what they make: an expensive one is recomputed once, and kept."""
 
     def two_readers(params: tuple[jax.Array, ...], h: jax.Array) -> jax.Array:
         first, second, third = params
@@ -140,7 +140,7 @@ def test_long_chains_of_small_operations() -> None:
 
     code = code_of(fn, arrays()[1])
     layer = code.layer(0, len(code))
-    assert backward_of(layer.keeping(()), in_turn=True).turns
+    assert backward_of(layer.keeping(()), interleaved=True).steps
 
 
 # ---------------------------------------------------------------- numbers
@@ -161,7 +161,7 @@ def test_gradients_are_those_of_the_layer(shape: str) -> None:
                 consts, x, tape, cts[:split], cts[split:]
             )
 
-        assert_same(pulled(pulled_back_in_turn), pulled(Layer.pullback))
+        assert_same(pulled(interleaved_pullback), pulled(Layer.pullback))
         assert outs is not None
 
 
@@ -193,9 +193,9 @@ def test_what_waits_is_not_alive_early(monkeypatch: pytest.MonkeyPatch) -> None:
     def needed() -> int:
         return jaxmem.memory_report(jax.grad(loss), *spec, target="h100-80g").temp_bytes
 
-    in_turn = needed()
-    monkeypatch.setattr(state, "pulled_back_in_turn", Layer.pullback)
+    interleaved = needed()
+    monkeypatch.setattr(state, "interleaved_pullback", Layer.pullback)
     at_once = needed()
     array = rows * width * 4
-    assert in_turn < at_once - 4 * array
-    assert np.isfinite(in_turn)
+    assert interleaved < at_once - 4 * array
+    assert np.isfinite(interleaved)

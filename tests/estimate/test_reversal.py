@@ -44,7 +44,7 @@ def kept(fn, *specs) -> dict[str, str]:
     """What is kept without a checkpoint, type by the operation that makes it."""
     code = Code(jax.make_jaxpr(fn)(*specs))
     layer = code.layer(0, len(code))
-    keep = without_checkpoint(layer, graph_of(layer, Roofline(989e12, 3.35e12)), dear=1)
+    keep = without_checkpoint(layer, graph_of(layer, Roofline(989e12, 3.35e12)), expensive=1)
     return dict(_described(layer, place) for place in keep.kept)
 
 

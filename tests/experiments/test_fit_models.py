@@ -19,8 +19,8 @@ from helpers.budgeted import kinds, problem
 
 import jaxmem
 from common.table import Table
-from jaxmem.fitting.question import Question
-from jaxmem.fitting.step_problem import look
+from jaxmem.fitting.compile_request import CompileRequest
+from jaxmem.fitting.step_problem import build_problem
 
 TARGET = "h100-80g"
 
@@ -40,8 +40,8 @@ def small(model: str) -> jaxmem.Job:
 @pytest.mark.parametrize("model", SMALL)
 def test_budgets_between_the_least_and_everything_kept(model: str) -> None:
     job = small(model)
-    ask = Question(job.step, job.args, {}, TARGET, job.donate_argnums, (), None, 900.0, True)
-    found = look(ask, False, "roofline")
+    ask = CompileRequest(job.step, job.args, {}, TARGET, job.donate_argnums, (), None, 900.0, True)
+    found = build_problem(ask, False, "roofline")
     least, most = (found.report(ask, k).required_bytes for k in (len(found.front) - 1, 0))
     assert least < 0.8 * most
     seconds, sizes = [], []
@@ -70,14 +70,14 @@ def test_every_model_has_a_ladder_that_falls(model: str) -> None:
     """Traced for an accelerator and solved, not compiled."""
     job = MODELS[model]()
     target = "v5e-16g" if ONLY_FOR.get(model) == "tpu" else TARGET
-    ask = Question(job.step, job.args, {}, target, job.donate_argnums, (), None, 900.0, True)
-    found = look(ask, False, "roofline")
+    ask = CompileRequest(job.step, job.args, {}, target, job.donate_argnums, (), None, 900.0, True)
+    found = build_problem(ask, False, "roofline")
     seconds = [candidate.seconds for candidate in found.front]
     assert len(found.front) > 8
     assert list(found.predicted) == sorted(found.predicted, reverse=True)
     assert seconds == sorted(seconds)
     assert found.predicted[-1] < 0.8 * found.predicted[0]
-    again = look(ask, False, "roofline")
+    again = build_problem(ask, False, "roofline")
     assert [again.plan(k) for k in range(3)] == [found.plan(k) for k in range(3)]
 
 
@@ -95,8 +95,8 @@ def test_the_gradient_of_each_model_is_the_same_under_a_plan() -> None:
         args = jax.tree.map(
             lambda s, rng=rng: rng.standard_normal(s.shape).astype(s.dtype) / 8, job.args
         )
-        ask = Question(job.step, job.args, {}, "local", (), (), None, 900.0, True)
-        found = look(ask, False, "roofline")
+        ask = CompileRequest(job.step, job.args, {}, "local", (), (), None, 900.0, True)
+        found = build_problem(ask, False, "roofline")
         results = []
         for candidate in (0, len(found.front) - 1):
             with jaxmem.use_plan(found.plan(candidate)):
@@ -143,8 +143,8 @@ def test_attention_in_one_kernel_is_kept_rather_than_computed_again(model: str) 
     small = {"batch": 8, "sequence": 1024, "width": 512, "layers": 4, "heads": 4}
     job = MODELS[model](**small)
     target = "v5e-16g" if ONLY_FOR[model] == "tpu" else TARGET
-    ask = Question(job.step, job.args, {}, target, job.donate_argnums, (), None, 900.0, True)
-    most = look(ask, False, "roofline").report(ask, 0)
+    ask = CompileRequest(job.step, job.args, {}, target, job.donate_argnums, (), None, 900.0, True)
+    most = build_problem(ask, False, "roofline").report(ask, 0)
     fitted = jaxmem.fit(
         job.step,
         *job.args,

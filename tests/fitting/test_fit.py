@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from jaxmem import BudgetError, JaxmemWarning, Plan
-from jaxmem.fitting.question import Question, rematerialised
+from jaxmem.fitting.compile_request import CompileRequest, rematerialised
 from jaxmem.trace import context
 
 MIB = 2**20
@@ -87,16 +87,16 @@ def least_and_most() -> tuple[int, int]:
 def remembered() -> Iterator[None]:
     """Compiles of a plan that was compiled before, for the same step, are looked up."""
     known: dict[Any, Any] = {}
-    compiled = Question.report
+    compiled = CompileRequest.report
 
-    def report(self: Question, plan: jaxmem.StepPlan) -> jaxmem.MemoryReport:
+    def report(self: CompileRequest, plan: jaxmem.StepPlan) -> jaxmem.MemoryReport:
         key = self.step, str(self.args), self.donate_argnums, plan
         if key not in known:
             known[key] = compiled(self, plan)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Question, "report", report)
+        patch.setattr(CompileRequest, "report", report)
         yield
 
 
@@ -273,11 +273,11 @@ def _short_of_memory(
     monkeypatch: pytest.MonkeyPatch, work: float, candidates: int | None = None
 ) -> list[jaxmem.MemoryReport]:
     """Have the compiler say of the first plans that it computed more again than was asked for."""
-    compiled, first = Question.report, problem(step, *specs())
+    compiled, first = CompileRequest.report, problem(step, *specs())
     plans = [first.plan(candidate) for candidate in range(len(first.front))][:candidates]
     told: list[jaxmem.MemoryReport] = []
 
-    def report(self: Question, plan: jaxmem.StepPlan) -> jaxmem.MemoryReport:
+    def report(self: CompileRequest, plan: jaxmem.StepPlan) -> jaxmem.MemoryReport:
         found = compiled(self, plan)
         if plan in plans:
             lint = jaxmem.Lint("compiler-remat", "it is at the limit", "choose a policy")
@@ -286,7 +286,7 @@ def _short_of_memory(
         told.append(found)
         return found
 
-    monkeypatch.setattr(Question, "report", report)
+    monkeypatch.setattr(CompileRequest, "report", report)
     return told
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 import jaxmem
-from jaxmem.fitting.question import Question
-from jaxmem.fitting.step_problem import StepProblem, look
+from jaxmem.fitting.compile_request import CompileRequest
+from jaxmem.fitting.step_problem import StepProblem, build_problem
 
 # ---------------------------------------------------------------- API
 
@@ -16,7 +16,7 @@ def problem(
     step: Callable[..., Any], *args: Any, target: str = "local", donate: tuple[int, ...] = ()
 ) -> StepProblem:
     """What of a step can be planned; no compiler is asked."""
-    return look(question(step, *args, target=target, donate=donate), False, "roofline")
+    return build_problem(question(step, *args, target=target, donate=donate), False, "roofline")
 
 
 def question(
@@ -25,9 +25,9 @@ def question(
     target: str = "local",
     donate: tuple[int, ...] = (),
     options: dict[str, Any] | None = None,
-) -> Question:
+) -> CompileRequest:
     """A step as `fit` asks for it; `options` are the compiler's."""
-    return Question(step, args, {}, target, donate, (), options, 900.0, True)
+    return CompileRequest(step, args, {}, target, donate, (), options, 900.0, True)
 
 
 def plans(step: Callable[..., Any], *args: Any, most: int) -> list[jaxmem.StepPlan]:

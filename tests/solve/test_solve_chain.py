@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from jaxmem.solve import extra_steps
 from jaxmem.solve.chain import ChainPlan, Kept, Option, Recomputed, Stage, solve_chain
-from jaxmem.solve.stages import NO_WIDE, extra_seconds, peak_bytes
+from jaxmem.solve.stages import NO_MERGED, extra_seconds, peak_bytes
 
 # ---------------------------------------------------------------- a machine
 
 
-def run(plan: ChainPlan, stages, crossing=None, wide=NO_WIDE) -> tuple[int, float]:
+def run(plan: ChainPlan, stages, crossing=None, merged=NO_MERGED) -> tuple[int, float]:
     """Carries a plan out on arrays that have sizes only.  Returns its peak and its extra seconds.
 
     `crossing[j]` has the sizes of the arrays that the input of stage j consists of, by name; an
@@ -38,7 +38,7 @@ def run(plan: ChainPlan, stages, crossing=None, wide=NO_WIDE) -> tuple[int, floa
         peak = max(peak, sum(size for name, size in arrays.items() if name not in there) + work)
 
     def tape(step: Kept) -> dict:
-        option = step.among(stages, wide).options[step.option]
+        option = step.among(stages, merged).options[step.option]
         arrays = {(step.stage, "tape"): option.tape_bytes}
         for size, boundary in (
             (option.input_bytes, step.stage),
@@ -67,7 +67,7 @@ def run(plan: ChainPlan, stages, crossing=None, wide=NO_WIDE) -> tuple[int, floa
             if isinstance(step, Recomputed):
                 sweep(step.inner, stages[step.last - 1].gradient_bytes)
             else:
-                stage = step.among(stages, wide)
+                stage = step.among(stages, merged)
                 option = stage.options[step.option]
                 live(work=stage.gradient_bytes + option.work_bytes)
                 evaluated += option.seconds
@@ -191,8 +191,8 @@ def nestings(first: int, last: int, ways: tuple[Kept, ...]) -> list[tuple]:
     return found
 
 
-def best_of_all(stages, wide=NO_WIDE) -> list[tuple[int, float]]:
-    spans = {**{(s, s + 1): stage for s, stage in enumerate(stages)}, **wide}
+def best_of_all(stages, merged=NO_MERGED) -> list[tuple[int, float]]:
+    spans = {**{(s, s + 1): stage for s, stage in enumerate(stages)}, **merged}
     ways = tuple(
         Kept(first, option, after - first)
         for (first, after), stage in spans.items()
@@ -200,7 +200,7 @@ def best_of_all(stages, wide=NO_WIDE) -> list[tuple[int, float]]:
     )
     points = set()
     for steps in nestings(0, len(stages), ways):
-        points.add(run(ChainPlan(0, 0.0, steps), stages, wide=wide))
+        points.add(run(ChainPlan(0, 0.0, steps), stages, merged=merged))
     chosen: list[tuple[int, float]] = []
     for size, seconds in sorted(points):
         if not chosen or seconds < chosen[-1][1]:
@@ -258,17 +258,17 @@ def test_no_nesting_of_equal_links_does_better(stages):
 @given(stages=chains(most=4), data=st.data())
 def test_no_nesting_does_better_where_several_links_are_one_as_well(stages, data):
     spans = [(s, t) for s, t in itertools.combinations(range(len(stages) + 1), 2) if t - s > 1]
-    wide = {}
+    merged = {}
     for first, after in data.draw(st.lists(st.sampled_from(spans), max_size=3)) if spans else ():
         before, last = stages[first - 1].carry_bytes if first else 0, stages[after - 1]
         drawn = data.draw(one_stage(before, last.carry_bytes))
-        wide[first, after] = dataclasses.replace(drawn, gradient_bytes=last.gradient_bytes)
-    table = solve_chain(stages, wide=wide)
-    assert table.frontier() == best_of_all(stages, wide)
+        merged[first, after] = dataclasses.replace(drawn, gradient_bytes=last.gradient_bytes)
+    table = solve_chain(stages, merged=merged)
+    assert table.frontier() == best_of_all(stages, merged)
     for size, _ in table.frontier():
         plan = table.plan(size)
         assert plan is not None
-        assert run(plan, stages, wide=wide) == (plan.bytes, plan.seconds)
+        assert run(plan, stages, merged=merged) == (plan.bytes, plan.seconds)
 
 
 # ---------------------------------------------------------------- what passes through

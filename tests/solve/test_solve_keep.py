@@ -85,7 +85,7 @@ def honest(graph: Graph, found: Keep) -> None:
     seconds = cost(graph, set(found.kept), set(found.offloaded))
     assert seconds == pytest.approx(found.seconds, rel=1e-12, abs=1e-15)
     have = set(graph.free) | set(found.kept) | set(found.offloaded)
-    for e in found.again:  # in this order, it runs
+    for e in found.recomputed:  # in this order, it runs
         assert have.issuperset(graph.operations[e].inputs)
         have.update(graph.operations[e].outputs)
     assert have >= graph.wanted
@@ -231,7 +231,7 @@ def test_the_host_takes_what_the_link_carries_sooner_than_it_is_computed():
     host = (math.inf, 2.0, 2.0)
     chain = [((0,), (1,), 5.0), ((1,), (2,), 1.0)]
     away = layer((1, 8, 8), chain, wanted={1, 2}, host_seconds=host)
-    assert [(found.kept, found.offloaded, found.again) for found in menu(away)] == [
+    assert [(found.kept, found.offloaded, found.recomputed) for found in menu(away)] == [
         ((1, 2), (), ()),
         ((1,), (), (1,)),
         ((), (1,), (1,)),

@@ -70,7 +70,7 @@ def crossing(shape: str) -> list[int]:
     """How many arrays of the size of `h` are live at each cut."""
     code = code_of(SHAPES[shape], *arrays())
     size = B * D * 4
-    return [code.alive_bytes(at) // size for at in code.cuts()[1:-1]]
+    return [code.live_bytes(at) // size for at in code.cuts()[1:-1]]
 
 
 def test_chains_are_cut_where_one_value_is_live() -> None:
@@ -100,7 +100,7 @@ def test_what_follows_from_parameters_alone_is_not_live() -> None:
         return h.sum()
 
     code = code_of(low, *arrays())
-    inner = [code.alive_bytes(at) for at in code.cuts()[1:-1]]
+    inner = [code.live_bytes(at) for at in code.cuts()[1:-1]]
     assert inner
     assert max(inner) <= B * D * 4
 
@@ -305,9 +305,9 @@ def test_one_layer_of_a_scan_is_no_stack() -> None:
     ws, h = normal(0, 5, D, D), normal(1, B, D)
     with pytest.warns(jaxmem.NoStackWarning, match=r"<lambda>.* is one layer of a scan of 5: all"):
         (region,) = problem(jax.jit(jax.grad(model)), ws, h).regions
-    assert (region.uses.times, region.uses.turns) == (5, 5)
+    assert (region.uses.times, region.uses.iterations) == (5, 5)
     (region,) = problem(microbatched, ws[0], jnp.stack([h, h])).regions
-    assert (region.uses.times, region.uses.turns) == (1, 0)
+    assert (region.uses.times, region.uses.iterations) == (1, 0)
 
 
 def block(w: Any, h: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ def rematerialised(report: MemoryReport) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class CompileRequest:
     """A step and its arguments, and for what it is to be compiled."""
 
     step: Callable[..., Any]
