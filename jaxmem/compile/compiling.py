@@ -43,6 +43,7 @@ class Outcome:
       message: the refusal.
       assembled: whether machine code was produced; memory is assigned before that.
       log: what the compiler printed.
+      avoiding: options that were added, since without them the compiler refuses the program.
     """
 
     stats: dict[str, int | None]
@@ -53,6 +54,7 @@ class Outcome:
     message: str = ""
     assembled: bool = True
     log: str = ""
+    avoiding: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,17 +233,7 @@ def compile_elsewhere(
     found = _read(store.get(key)) if store else None
     cached = found is not None
     if found is None:
-        with compiler_options.named():
-            compiled = targets.compile_for(
-                target,
-                exported.blob,
-                donate=exported.donate,
-                mesh_axes=exported.mesh,
-                memory_kinds=exported.memory_kinds,
-                compiler_options=options,
-                timeout=timeout,
-            )
-        found = _outcome(compiled, target)
+        found = _compiled_for(target, exported, options, timeout)
         if store:
             store.put(key, to_data(found))
     return Compiled(
@@ -255,9 +247,38 @@ def compile_elsewhere(
         default_capacity_bytes=target.default_bytes,
         bandwidth=target.bandwidth,
         matrix_peak=target.matrix_peak,
-        flags=_flags(options),
+        flags={**_flags(options), **found.avoiding},
         cached=cached,
     )
+
+
+def _compiled_for(
+    target: "targets.Target", exported: Exported, options: dict[str, Any], timeout: float
+) -> Outcome:
+    """Compile in a worker; where that meets a known defect, once more with what avoids it."""
+
+    def compiled(options: dict[str, Any]) -> Outcome:
+        with compiler_options.named():
+            output = targets.compile_for(
+                target,
+                exported.blob,
+                donate=exported.donate,
+                mesh_axes=exported.mesh,
+                memory_kinds=exported.memory_kinds,
+                compiler_options=options,
+                timeout=timeout,
+            )
+        return _outcome(output, target)
+
+    try:
+        return compiled(options)
+    except targets.CompileError as error:
+        added = targets.avoiding(str(error))
+        if added is None or added.keys() & options.keys():
+            raise
+        found = compiled({**options, **added})
+        text = {name: str(value) for name, value in added.items()}
+        return dataclasses.replace(found, avoiding=text)
 
 
 def _read(data: Any) -> Outcome | None:

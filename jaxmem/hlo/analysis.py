@@ -27,6 +27,7 @@ from jaxmem.hlo.flops import matmul_flops
 from jaxmem.hlo.liveness import live_bytes, thinned
 from jaxmem.hlo.loops import trip_count
 from jaxmem.hlo.peak import rows
+from jaxmem.hlo.reorder import overlap_bytes
 
 # ---------------------------------------------------------------- types
 
@@ -55,6 +56,8 @@ class Analysis:
         custom_call_targets: names of libraries' and kernels' functions, sorted.
         padding_bytes: of the buffers in device memory at the peak.
         has_convolution: whether there are convolutions with a window, for which a GPU uses cuDNN.
+        overlap_bytes: device memory at the peak that loops with transfers to or from the host
+        would do without in another order.
     """
 
     buffers: tuple[Buffer, ...]
@@ -74,6 +77,7 @@ class Analysis:
     custom_call_targets: tuple[str, ...]
     padding_bytes: int
     has_convolution: bool
+    overlap_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for `json`."""
@@ -143,6 +147,7 @@ def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
         custom_call_targets=_targets(module),
         padding_bytes=sum(b.padding_bytes for b in listed),
         has_convolution=_has_convolution(module),
+        overlap_bytes=overlap_bytes(module, order, points),
     )
 
 

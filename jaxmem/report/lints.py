@@ -1,6 +1,7 @@
 """What costs memory or misleads in a compiled program, each with its remedy."""
 
 import importlib.metadata
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from jaxmem.report.report import Lint
 # Below these shares a thing is not worth a reader's time.
 _UNDONATED = 0.05
 _PADDING = 0.20
+# Of what is on the host; with less lost, it is worth being there.
+_OVERLAP = 0.50
 
 # ---------------------------------------------------------------- API
 
@@ -32,6 +35,8 @@ def lints(program: Program, compiled: Compiled, work: Costs) -> tuple[Lint, ...]
             _barriers_off,
             _two_levels,
             _compilers_own,
+            _overlap,
+            _avoiding,
             _padding,
             _cudnn,
             _cpu,
@@ -157,6 +162,56 @@ def _compilers_own(program: Program, compiled: Compiled, work: Costs) -> Iterato
             "compiler-remat",
             "the compiler tried to rematerialise on its own to fit the memory, and could not",
             "choose a policy for the layer stack, or a smaller batch",
+        )
+
+
+def _overlap(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    # On a TPU the order is made for memory and transfers at once.
+    analysis = compiled.analysis
+    if compiled.platform != "gpu" or analysis is None:
+        return
+    more, there = analysis.overlap_bytes, analysis.space_bytes["host"]
+    if more > _OVERLAP * there > 0:
+        yield Lint(
+            "transfers-overlapped",
+            f"{size(there)} are on the host, and the device needs {size(more)} more than it would "
+            "in another order: the compiler orders a loop with transfers so as to overlap them, "
+            "and minds memory only near its limit, which is most of the device",
+            f"nothing, if it fits; else lower the limit: {_lower_limit(compiled)}",
+        )
+
+
+def _lower_limit(compiled: Compiled) -> str:
+    """The option that puts the compiler's limit just below what the program needs.
+
+    It is a percentage of what arguments and results leave, of four fifths of an absent device
+    or of what jax has preallocated of an attached one (XLA's GetSchedulerMemoryLimit), for
+    temporaries and results.  Below what any order can keep it gives poor ones.
+    """
+    stats = {key: value or 0 for key, value in compiled.stats.items()}
+    results = stats["output_bytes"] - stats["alias_bytes"]
+    attached = compiled.default_capacity_bytes is None
+    memory = (compiled.capacity_bytes or 0) * (1.0 if attached else 0.8)
+    room = memory - stats["argument_bytes"] - results
+    name = "xla_gpu_memory_limit_slop_factor"
+    if room <= 0:
+        return f"{name} in compiler_options= of jax.jit and of the report, below its 95"
+    percent = math.ceil(100 * (stats["temp_bytes"] + results) / room) - 1
+    return (
+        f'compiler_options={{"{name}": {min(max(percent, 1), 94)}}} for jax.jit and for the report '
+        "(95 by default; try the percentages around it, as absent and attached devices differ)"
+    )
+
+
+def _avoiding(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    if compiled.avoiding:
+        options = ", ".join(f"{name}={value}" for name, value in compiled.avoiding.items())
+        yield Lint(
+            "compiler-defect",
+            f"compiled with {options}: without it the compiler refuses the program, as for an "
+            "absent GPU it cannot tune its kernels",
+            "nothing; on an attached GPU the option may be needless, and the figures differ a "
+            "little where it is not set",
         )
 
 

@@ -11,4 +11,5 @@ from jaxmem.targets.client import compile_for as compile_for
 from jaxmem.targets.client import settings as settings
 from jaxmem.targets.client import versions as versions
 from jaxmem.targets.client import warm_up as warm_up
+from jaxmem.targets.refusals import avoiding as avoiding
 from jaxmem.targets.spec import Target as Target

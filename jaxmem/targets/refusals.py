@@ -64,6 +64,15 @@ def unassembled(message: str) -> bool:
     return any(mark in message for mark in _NO_ASSEMBLER)
 
 
+def avoiding(message: str) -> dict[str, bool] | None:
+    """Compiler options with which a refusal that is a defect of the compiler is avoided, if known.
+
+    >>> avoiding("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot = bf16[25216]")
+    {'xla_gpu_enable_triton_gemm': False}
+    """
+    return next((dict(options) for mark, options in _DEFECTS if mark in message), None)
+
+
 def stats_of(assignment: str, platform: str) -> dict[str, int | None]:
     """The compiler's sums, from its table of allocations, for a program that it refused.
 
@@ -101,6 +110,9 @@ _HOST_COLOR = "5"
 _COUNTED_WITH_CODE = re.compile(r"\b(?:constant|thread-local):")
 _NO_ASSEMBLER = ("libdevice not found", "No PTX compilation provider", "ptxas too old")
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:color (\d+), )?([^\n]*)", re.MULTILINE)
+# Of an absent GPU kernels are not tuned, and the sizes of tiles that are taken unseen do not suit
+# every shape; without Triton the product is a library's.
+_DEFECTS = (("Couldn't find output tile sizes", {"xla_gpu_enable_triton_gemm": False}),)
 _SIZE = r"\d+(?:\.\d+)?[KMGTP]?B?"
 _PATTERNS = tuple(
     re.compile(pattern.replace("SIZE", _SIZE))

@@ -1,5 +1,6 @@
 """`memory_report` for absent accelerators: figures, advice, cache, errors."""
 
+import re
 import time
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_arguments_in_host_memory_stay_there():
         assert found.argument_bytes < 2**16
 
 
-def test_what_a_jitted_function_donates_holds_beside_what_is_donated_here():
+def test_what_a_jitted_function_donates_holds_next_to_what_is_donated_here():
     jitted = jax.jit(lambda w, x: (w + 1, x * 2), donate_argnums=0)
     args = spec(256, 256), spec(512, 256)
     found = jaxmem.memory_report(jitted, *args, target="h100-80g", donate_argnums=1)
@@ -348,6 +349,61 @@ def test_fused_attention_without_cudnn_says_what_to_install():
 
     with pytest.raises(jaxmem.CompileError, match="nvidia-cudnn-cu13"):
         jaxmem.memory_report(attention, spec(2, 128, 4, 64, dtype="bfloat16"), target="h100-80g")
+
+
+def test_a_defect_of_the_compiler_is_avoided_and_told_of():
+    """Of an absent GPU's kernels, the sizes of tiles are not tuned: here none of them suits."""
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, x: jax.Array) -> Any:
+        scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8)
+        y = jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape)
+        return x + y @ w.astype(x.dtype)
+
+    heads = spec(128, 197, 12, 64, dtype="bfloat16")
+    args = heads, heads, heads, spec(768, 768), spec(128, 197, 768, dtype="bfloat16")
+    found = jaxmem.memory_report(attention, *args, target="h100-80g")
+    assert found.flags == {"xla_gpu_enable_triton_gemm": "False"}
+    [lint] = (lint for lint in found.lints if lint.kind == "compiler-defect")
+    assert "compiled with xla_gpu_enable_triton_gemm=False" in lint.message
+    asked: Any = {"target": "h100-80g", "compiler_options": {"xla_gpu_enable_triton_gemm": True}}
+    with pytest.raises(jaxmem.CompileError, match="Couldn't find output tile sizes"):
+        jaxmem.memory_report(attention, *args, **asked)
+
+
+def test_where_transfers_are_overlapped_at_the_cost_of_what_offload_saves_the_remedy_saves_it():
+    batch, length, width, layers = 32, 1024, 1024, 16
+
+    def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        heads = (batch, length, 16, width // 16)
+        q, k, v = (part.reshape(heads) for part in jnp.split(h @ w["in"], 3, axis=-1))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(h.dtype), v)
+        h = h + y.reshape(h.shape) @ w["out"]
+        return h + jax.nn.gelu(h @ w["up"]) @ w["down"], None
+
+    @jaxmem.remat_offload
+    def loss(weights: Any, h: jax.Array) -> jax.Array:
+        return (jax.lax.scan(layer, h, weights)[0] ** 2).mean()
+
+    def report_of(**options: Any) -> jaxmem.MemoryReport:
+        args = weights, spec(batch, length, width, dtype="bfloat16")
+        return jaxmem.memory_report(jax.grad(loss), *args, target="h100-80g", **options)
+
+    columns = {"in": 3 * width, "out": width, "up": 4 * width}
+    weights = {k: spec(layers, width, n, dtype="bfloat16") for k, n in columns.items()}
+    weights["down"] = spec(layers, 4 * width, width, dtype="bfloat16")
+    kind = "transfers-overlapped"
+    found = report_of()
+    carries = layers * batch * length * width * 2
+    assert found.host_bytes == carries
+    [lint] = (lint for lint in found.lints if lint.kind == kind)
+    [(option, percent)] = re.findall(r'{"(\w+)": (\d+)}', lint.remedy)
+    less = report_of(compiler_options={option: int(percent)})
+    assert less.host_bytes == carries
+    assert less.temp_bytes < found.temp_bytes - carries
+    assert kind not in [lint.kind for lint in less.lints]
+    # Where it does save it says nothing.
+    assert kind not in [lint.kind for lint in report(jaxmem.remat_offload(scanned)).lints]
 
 
 def test_offload_warns_of_the_cpu_only_on_the_cpu():

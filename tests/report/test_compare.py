@@ -299,7 +299,7 @@ def test_scatter_of_points_on_one_another(kept):
     assert overlaps(found.plot()) == []
 
 
-def test_scatter_needs_matrix_work(kept):
+def test_scatter_needs_matmul_flops(kept):
     with pytest.raises(ValueError, match="the matmul FLOPs of no compiled program are known"):
         compare({"a": sized(kept, 1, None)}).plot()
 

@@ -76,7 +76,7 @@ def test_results_of_other_shapes_ask_for_no_donation():
 
 
 def test_a_policy_that_changed_nothing():
-    # A layer whose tape is its carry: any cut of two needs more than no cut.
+    # A layer whose residuals are its carry: any cut of two needs more than no cut.
     @jaxmem.remat_sqrt
     def sines(h: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda h, _: (jnp.sin(h), None), h, None, length=2)[0].sum()
