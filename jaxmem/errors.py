@@ -99,6 +99,19 @@ def check_positive(what: str, value: Any) -> int:
     return number
 
 
+def check_seconds(what: str, value: Any) -> None:
+    """That `value`, which is called `what`, is a number of seconds.
+
+    Raises:
+      TypeError: it is no number.
+      ValueError: it is none above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{what} must be a number of seconds, got {value!r}")
+    if not value > 0:
+        raise ValueError(f"{what} must be more than 0 seconds, got {value!r}")
+
+
 def check_flags(**flags: Any) -> None:
     """That each of these is True or False.
 

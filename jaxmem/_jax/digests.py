@@ -21,6 +21,12 @@ def digest(closed: ClosedJaxpr, *more: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def operation_digest(eqn: Eqn) -> str:
+    """What tells an operation from others, whatever it works on: kind, types, parameters."""
+    ins, outs = ([str(atom.aval) for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
+    return f"{eqn.primitive.name} {ins} {outs} {_canonical(eqn.params)}"
+
+
 # Names of this kind tell places in the code.
 _PLACE_NAME = "jaxmem_operation_"
 

@@ -73,6 +73,17 @@ def followed_by(
     )
 
 
+def piece_of(
+    jaxpr: Any, eqns: Sequence[Eqn], invars: Sequence[Any], outvars: Collection[Any]
+) -> ClosedJaxpr:
+    """Some equations of a jaxpr, with what they read and make, for looking at."""
+    made = (var for eqn in eqns for var in eqn.outvars if var in outvars)
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return ClosedJaxpr(
+        core.Jaxpr((), list(invars), list(made), list(eqns), debug_info=debug_info), ()
+    )
+
+
 def as_program(eqn: Eqn) -> ClosedJaxpr:
     """A jaxpr of this one equation."""
     ins = list(dict.fromkeys(atom for atom in eqn.invars if is_var(atom)))

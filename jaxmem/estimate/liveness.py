@@ -126,7 +126,7 @@ def in_memory(
         taken -= _Ends(jaxpr, of_products).inside_of_products
     found = {*jaxpr.invars, *jaxpr.constvars, *taken}
     for eqn in jaxpr.eqns:
-        kind = kind_of(eqn)
+        kind = _kind(eqn)
         if kind in ("kernel", "reduction"):
             found.update(eqn.outvars)
         if kind == "view" and any(_jax.is_var(a) and a in found for a in eqn.invars[:1]):
@@ -139,7 +139,7 @@ def read_by_kernels(jaxpr: Any) -> set[Any]:
     found: set[Any] = set()
     views: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
-        kind = kind_of(eqn)
+        kind = _kind(eqn)
         if kind == "view" and eqn.invars and _jax.is_var(eqn.invars[0]):
             views.update((var, eqn.invars[0]) for var in eqn.outvars)
         if kind == "kernel":
@@ -159,7 +159,7 @@ def layout_copies(jaxpr: Any) -> set[Any]:
     found: set[Any] = set()
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
-        kind = kind_of(eqn)
+        kind = _kind(eqn)
         atoms = list(filter(_jax.is_var, eqn.invars))
         if kind == "view" and atoms:
             views.update((var, atoms[0]) for var in eqn.outvars)
@@ -199,7 +199,7 @@ def read_rounded(jaxpr: Any) -> set[Any]:
             continue
         if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16:
             continue
-        seen_through = kind_of(eqn) == "view" and not _is_barrier(eqn)
+        seen_through = _kind(eqn) == "view" and not _is_barrier(eqn)
         if seen_through and not exact.intersection(eqn.outvars):
             continue
         exact |= atoms
@@ -207,6 +207,11 @@ def read_rounded(jaxpr: Any) -> set[Any]:
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _kind(eqn: Any) -> str:
+    """`kind_of` an operation; what a gather reads is computed where it is read, and only that."""
+    return "fused" if eqn.primitive.name == "gather" else kind_of(eqn)
 
 
 class _Lives:
@@ -276,7 +281,7 @@ class _Lives:
             for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
                 self._pass(at, atom, var)
             return
-        kind = kind_of(eqn)
+        kind = _kind(eqn)
         made = [
             var
             for var in eqn.outvars
@@ -295,7 +300,7 @@ class _Lives:
         self._last.update(dict.fromkeys(behind & self._held, at))
         for var in made:
             self.make(var, at)
-        if kind == "fused" and made:
+        if made and (kind == "fused" or eqn.primitive.name.startswith("scatter")):
             self._over.append((at, behind, made))
 
     def part(self, at: int, atom: Any, var: Any) -> None:
@@ -380,7 +385,7 @@ class _Ends:
         by_others: set[Any] = set()
         products = set(of_products)
         for eqn in jaxpr.eqns:
-            kind = kind_of(eqn)
+            kind = _kind(eqn)
             atoms = list(filter(_jax.is_var, eqn.invars))
             behind = frozenset().union(*map(self._behind, atoms))
             before = frozenset().union(*(summed.get(atom, frozenset()) for atom in atoms))
@@ -430,9 +435,9 @@ def _cut_out(jaxpr: Any) -> set[Any]:
         atoms = list(filter(_jax.is_var, eqn.invars))
         if eqn.primitive.name == "split":
             parts.update(eqn.outvars)
-        elif kind_of(eqn) == "view" and atoms:
+        elif _kind(eqn) == "view" and atoms:
             views.update((var, atoms[0]) for var in eqn.outvars)
-        elif kind_of(eqn) == "reduction":
+        elif _kind(eqn) == "reduction":
             found.update(_behind_views(atom, views)[-1] for atom in atoms)
     return found & parts
 

@@ -4,22 +4,32 @@ The step is traced once to see what can be planned.  Solvers turn that into a Pa
 plans, from everything kept down to the least memory that any plan needs; the front does
 not depend on the budget.  Then the compiler of the target is asked for the real bytes of a
 few candidates, and the fastest one that fits is the answer, with the compiled program's report as
-its certificate.
+its certificate.  The front that is searched is a choice of plans that differ well; between the best
+of them and the next faster one the search goes on among all that there are.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem import targets
 from jaxmem._util.text import parse_size, size
-from jaxmem.errors import BudgetError, JaxmemWarning, check_flags, check_positive, warn
+from jaxmem.errors import (
+    BudgetError,
+    JaxmemWarning,
+    check_flags,
+    check_positive,
+    check_seconds,
+    warn,
+)
 from jaxmem.fitting.compile_request import CompileRequest, rematerialised
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.shortfall import shortfall
-from jaxmem.fitting.step_problem import Cost, build_problem
+from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
 from jaxmem.report.report import MemoryReport
-from jaxmem.solve.search import search
+from jaxmem.solve.search import refine, search
+from jaxmem.solve.steps import StepCandidate
 
 
 def fit(
@@ -32,6 +42,7 @@ def fit(
     allow_offload: bool = False,
     cost: Cost = "roofline",
     max_compiles: int = 6,
+    max_seconds: float | None = None,
     compiler_options: dict[str, Any] | None = None,
     timeout: float = 900.0,
     cache: bool = True,
@@ -61,6 +72,8 @@ def fit(
         "measured" on the attached device, or "flops" of matrix products alone.
       max_compiles: how often the step may be compiled; where fewer do not suffice to see the next
         faster plan fail, the answer may be slower than need be, and `.explain()` says so.
+      max_seconds: after so many no further plan is compiled once one fits, and the best so far is
+        the answer.
       compiler_options: passed to the compiler.
       timeout: seconds after which one compile for a named target is stopped.
       cache: whether to read and write compiled figures on disk (for named targets).
@@ -99,63 +112,131 @@ def fit(
     check_flags(allow_offload=allow_offload, cache=cache, progress=progress)
     budget = parse_size(budget, "budget")
     max_compiles = check_positive("max_compiles", max_compiles)
+    if max_seconds is not None:
+        check_seconds("max_seconds", max_seconds)
     ask = CompileRequest(
         step, args, kwargs, target, donate_argnums, static_argnums, compiler_options, timeout, cache
     )
-    reports: dict[int, MemoryReport] = {}
+    deadline = None if max_seconds is None else time.monotonic() + max_seconds
     with Progress(progress, max_compiles) as say:
+        say.doing("tracing the step, and planning what is decorated in it")
         problem = build_problem(ask, allow_offload, cost)
         say.planned(max_compiles, f"budget {size(budget)}")
-
-        def compiled(candidate: int) -> int:
-            reports[candidate] = problem.report(ask, candidate)
-            needed = reports[candidate].required_bytes
-            verdict = "fits" if needed <= budget else f"{size(needed - budget)} too much"
-            if needed <= budget and rematerialised(reports[candidate]):
-                verdict = "fits, as the compiler itself computes more of it again"
-                needed = budget + 1  # as it was asked for it is too large
-            say(
-                f"fit: plan {candidate + 1} of {len(problem.front)} needs {size(needed)} "
-                f"(predicted {size(problem.predicted[candidate])}): {verdict}"
-            )
-            return needed
-
-        found = search(problem.predicted, budget, compiled, max_compiles)
-    seen = {candidate: reports[candidate].required_bytes for candidate in found.seen}
-    best = _best(found.candidate, reports, budget)
+        tried = _Tried(ask, budget, say, deadline)
+        try:
+            problem, best, closed = _searched(problem, tried, budget, max_compiles)
+        except _OutOfTime:
+            best, closed = tried.best(problem), False
+    seen = tried.seen(problem)
     if best is None:
         least = min(seen, key=lambda candidate: seen[candidate])
-        text = shortfall(reports[least], budget, problem, least, ask, allow_offload)
-        raise BudgetError(text, budget, seen[least], reports[least])
-    if reports[best].fits is False:
+        report = tried.report(problem, least)
+        text = shortfall(report, budget, problem, least, ask, allow_offload)
+        raise BudgetError(text, budget, seen[least], report)
+    report = tried.report(problem, best)
+    if report.fits is False:
         warn(
             f"fit: the plan is within the budget of {size(budget)}, which is more than the device "
-            f"has: {reports[best].verdict}",
+            f"has: {report.verdict}",
             JaxmemWarning,
         )
     return Fitted(
         problem.program.jitted,
         problem.plan(best),
-        reports[best],
+        report,
         problem.planned(best),
         budget,
         problem.prediction(best, seen),
-        found.closed,
-        len(seen),
+        closed,
+        len(tried.reports),
     )
 
 
 # ---------------------------------------------------------------- implementation
 
+# So much of what a budget leaves for temporaries may stay unused.
+_UNUSED = 0.02
 
-def _best(found: int | None, reports: dict[int, MemoryReport], budget: int) -> int | None:
-    """The candidate found, or one that fits thanks to the compiler, if that has fewer FLOPs."""
-    others = [
-        candidate
-        for candidate, report in reports.items()
-        if report.required_bytes <= budget and rematerialised(report)
-    ]
-    known = others if found is None else [found, *others]
-    return min(
-        known, key=lambda candidate: (reports[candidate].matmul_flops or 0, candidate), default=None
-    )
+
+class _OutOfTime(Exception):
+    """The seconds that a search may take are over, and a plan is known that fits."""
+
+
+class _Tried:
+    """What the compiler says of plans of one step, each asked for once.
+
+    Attributes:
+      reports: in the order in which they were asked for.
+    """
+
+    def __init__(
+        self, ask: CompileRequest, budget: int, say: Progress, deadline: float | None
+    ) -> None:
+        self.reports: dict[StepCandidate, MemoryReport] = {}
+        self._ask, self._budget, self._say, self._deadline = ask, budget, say, deadline
+
+    def on(self, problem: StepProblem) -> Callable[[int], int]:
+        """What `search` asks: bytes of a candidate of this front."""
+        return lambda candidate: self._compiled(problem, candidate)
+
+    def report(self, problem: StepProblem, candidate: int) -> MemoryReport:
+        return self.reports[problem.front[candidate]]
+
+    def seen(self, problem: StepProblem) -> dict[int, int]:
+        """Bytes of what was compiled of this front, in the order in which it was."""
+        places = {one: k for k, one in enumerate(problem.front)}
+        return {
+            places[one]: report.required_bytes
+            for one, report in self.reports.items()
+            if one in places
+        }
+
+    def best(self, problem: StepProblem) -> int | None:
+        """The fastest that fits, or one that fits by the compiler's help with less FLOPs."""
+        fits = [k for k, size in self.seen(problem).items() if size <= self._budget]
+        helped = {k for k in fits if rematerialised(self.report(problem, k))}
+        known = [*sorted(set(fits) - helped)[:1], *helped]
+        return min(
+            known, key=lambda k: (self.report(problem, k).matmul_flops or 0, k), default=None
+        )
+
+    # ------------------------------------------------------------ implementation
+
+    def _compiled(self, problem: StepProblem, candidate: int) -> int:
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        if late and self.best(problem) is not None:
+            raise _OutOfTime
+        budget, what = self._budget, f"plan {candidate + 1} of {len(problem.front)}"
+        self._say.doing(f"compiling {what}")
+        report = problem.report(self._ask, candidate)
+        self.reports[problem.front[candidate]] = report
+        needed = report.required_bytes
+        verdict = "fits" if needed <= budget else f"{size(needed - budget)} too much"
+        if needed <= budget and rematerialised(report):
+            verdict = "fits, as the compiler itself computes more of it again"
+            needed = budget + 1  # as it was asked for it is too large
+        self._say(
+            f"fit: {what} needs {size(needed)} "
+            f"(predicted {size(problem.predicted[candidate])}): {verdict}"
+        )
+        return needed
+
+
+def _searched(
+    problem: StepProblem, tried: _Tried, budget: int, most: int
+) -> tuple[StepProblem, int | None, bool]:
+    """The front that the best plan is on, its place there, and whether it is seen to be the best.
+
+    What is left of the compiles is spent on the plans between the best of the front and the next
+    faster one.
+    """
+    found = search(problem.predicted, budget, tried.on(problem), most)
+    best, left = tried.best(problem), most - len(found.seen)
+    if not best or best != found.candidate:
+        return problem, best, found.closed
+    report, finer = tried.report(problem, best), problem.finer(best)
+    enough = round(_UNUSED * (budget - report.required_bytes + report.temp_bytes))
+    seen = tried.seen(finer)
+    again = refine(finer.predicted, budget, tried.on(finer), seen, left, enough)
+    assert again.candidate is not None
+    return finer, again.candidate, found.closed

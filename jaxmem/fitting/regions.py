@@ -178,11 +178,22 @@ class UnrolledRegion(Region):
         steps, found = _steps(candidate), []
         for several, keep in [*self._kept_in_part(steps), *self._again_whole(steps)]:
             segment = self.chain.segment(several[0])
-            parts = ", ".join(dict.fromkeys(map(_parts, several)))
-            where = f"{self.where}, of its {len(self.chain)} parts {parts}"
+            where = f"{self.where}, {self._called(several)}"
             values = self.values[segment.layer.digest]
             found += decisions(where, self.uses.times * len(several), keep, segment.graph, values)
         return found
+
+    def _called(self, several: Sequence[Kept]) -> str:
+        """Which parts of the code these are: layers of a run, if they are such."""
+        cuts, code = self.chain.cuts, self.chain.code
+        spans = [(cuts[kept.stage], cuts[max(kept.after, kept.stage + 1)]) for kept in several]
+        for run in code.runs:
+            places = run.places
+            if all(first in places and last in places for first, last in spans):
+                layers = [(places.index(first), places.index(last)) for first, last in spans]
+                return f"of its {run.count} equal layers {_ranges(layers)}"
+        parts = [(kept.stage, max(kept.after, kept.stage + 1)) for kept in several]
+        return f"of its {len(self.chain)} parts {_ranges(parts)}"
 
     def _kept_in_part(self, steps: Steps) -> Iterator[tuple[list[Kept], Keep]]:
         alike: dict[tuple[int, int], list[Kept]] = {}
@@ -291,6 +302,16 @@ def _again(steps: Sequence[Kept | Recomputed]) -> Iterator[int]:
             yield from _again(step.inner)
 
 
-def _parts(kept: Kept) -> str:
-    first, last = kept.stage + 1, kept.after
-    return str(first) if first == last else f"{first}-{last}"
+def _ranges(spans: Sequence[tuple[int, int]]) -> str:
+    """Numbers from 1 on of what is in these spans, neighbours as one: "1-3, 7".
+
+    >>> _ranges([(0, 1), (1, 2), (2, 3), (6, 7)])
+    '1-3, 7'
+    """
+    joined: list[list[int]] = []
+    for first, last in sorted(set(spans)):
+        if joined and joined[-1][1] == first:
+            joined[-1][1] = last
+        else:
+            joined.append([first, last])
+    return ", ".join(str(a + 1) if b == a + 1 else f"{a + 1}-{b}" for a, b in joined)

@@ -37,6 +37,7 @@ class StepProblem:
       regions: its decorated stacks, in order.
       candidates: of each region, for one of the stacks that it is.
       front: plans of the step, fastest first.
+      whole: all that `front` was taken from, some of which are nearly alike.
       others: about what the step needs besides.
       devices: over how many devices its arrays are spread.
     """
@@ -45,6 +46,7 @@ class StepProblem:
     regions: tuple[Region, ...]
     candidates: tuple[tuple[Candidate, ...], ...]
     front: tuple[StepCandidate, ...]
+    whole: tuple[StepCandidate, ...]
     others: int
     devices: int
     target: str
@@ -53,6 +55,11 @@ class StepProblem:
     def predicted(self) -> list[int]:
         """Bytes of each candidate, before any compiler has spoken."""
         return [self.others + candidate.bytes // self.devices for candidate in self.front]
+
+    def finer(self, candidate: int) -> "StepProblem":
+        """All plans from the next faster one of the front to this one."""
+        first, last = (self.whole.index(self.front[k]) for k in (candidate - 1, candidate))
+        return dataclasses.replace(self, front=self.whole[first : last + 1])
 
     def plan(self, candidate: int) -> StepPlan:
         from jaxmem._util.version import __version__
@@ -127,9 +134,11 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     ]
     # Of regions that compute the same the copies are made one after the other.
     others = fixed + gradients + sum(region.param_copies for region in regions)
-    front = thinned_front(pareto_front(options), others)
+    turn = collector.turn_bytes(program.jaxpr)
+    whole = pareto_front(options, turn_bytes=turn)
+    front = thinned_front(whole, others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
-    return StepProblem(program, regions, candidates, front, others, _devices(ask), name)
+    return StepProblem(program, regions, candidates, front, whole, others, _devices(ask), name)
 
 
 # ---------------------------------------------------------------- implementation

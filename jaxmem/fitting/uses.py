@@ -8,12 +8,14 @@ differentiated holds nothing, and neither does what `jax.checkpoint` recomputes,
 import collections
 import dataclasses
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Literal
 
 from jaxmem import _jax
 
 SCOPE = "jaxmem_region_"
+# In a program that has a gradient: on the way there or on the way back.
+Way = Literal["there", "back"] | None
 
 # ---------------------------------------------------------------- types
 
@@ -62,10 +64,23 @@ def uses(closed: Any, regions: Mapping[str, Hashable]) -> dict[Hashable, Uses]:
     }
 
 
-# ---------------------------------------------------------------- implementation
+def scopes_in(stack: str, scopes: Collection[str]) -> set[str]:
+    """Those of the scopes of regions that a name stack is in."""
+    return {scope for scope in re.findall(rf"{SCOPE}\d+\.", stack) if scope in scopes}
 
-# In a program that has a gradient: on the way there or on the way back.
-_Way = Literal["there", "back"] | None
+
+def way_of(stack: str, way: Way) -> Way:
+    """On which way the equation of a name stack is, `way` being that of what it stands in."""
+    for part in stack.split("/"):
+        if "transpose(" in part:
+            way = "back"
+        # The way back bears the names of the way there as well.
+        elif part == _jax.RECOMPUTED or ("jvp(" in part and way is None):
+            way = "there"
+    return way
+
+
+# ---------------------------------------------------------------- implementation
 
 
 @dataclasses.dataclass
@@ -113,7 +128,7 @@ class _Seen:
         self.times *= length
 
 
-def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: _Way) -> dict[Hashable, _Seen]:
+def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: Way) -> dict[Hashable, _Seen]:
     """What is seen of regions in a jaxpr, from its end to its start.
 
     Of the equations of one region the first that is met stands for it.
@@ -122,11 +137,11 @@ def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: _Way) -> dict[Hashab
       way: the one that all of it is on, if there is one.
     """
     found: dict[Hashable, _Seen] = collections.defaultdict(_Seen)
-    met: set[tuple[str, _Way]] = set()
+    met: set[tuple[str, Way]] = set()
     for eqn in reversed(jaxpr.eqns):
         stack = str(eqn.source_info.name_stack)
-        own_way = _way(stack, way)
-        own = {scope for scope in re.findall(rf"{SCOPE}\d+\.", stack) if scope in regions}
+        own_way = way_of(stack, way)
+        own = scopes_in(stack, regions)
         if own_way:
             for scope in sorted(own):
                 if (scope, own_way) not in met:
@@ -147,15 +162,5 @@ def _seen(jaxpr: Any, regions: Mapping[str, Hashable], way: _Way) -> dict[Hashab
     return found
 
 
-def _one(way: _Way) -> _Seen:
+def _one(way: Way) -> _Seen:
     return _Seen(made=1) if way == "there" else _Seen(times=1, live=1, peak=1, reversed=1)
-
-
-def _way(stack: str, way: _Way) -> _Way:
-    for part in stack.split("/"):
-        if "transpose(" in part:
-            way = "back"
-        # The way back bears the names of the way there as well.
-        elif part == _jax.RECOMPUTED or ("jvp(" in part and way is None):
-            way = "there"
-    return way

@@ -1,9 +1,7 @@
 """Optimal plans for a chain of stages, for every budget at once.
 
-Stages that differ go through a dynamic program on memory in slots
-(`jaxmem.solve.unequal`; Beaumont et al. 2019, Zhao et al. 2023); stages that are
-all the same through a recurrence on their number (`jaxmem.solve.uniform`).
-Either proposes plans; each is then counted in bytes, and the best are kept.
+A dynamic program on memory in slots (`jaxmem.solve.unequal`; Beaumont et al. 2019,
+Zhao et al. 2023) proposes plans; each is then counted in bytes, and the best are kept.
 
 Known gap: the plans are persistent, which means that what is kept stays until
 its stage is reversed.  Without that the optimum is a little better now and then.
@@ -31,7 +29,6 @@ from jaxmem.solve.stages import (
     peak_bytes,
 )
 from jaxmem.solve.unequal import Table
-from jaxmem.solve.uniform import UniformTable
 
 __all__ = [
     "Recomputed",
@@ -134,30 +131,23 @@ _RANGES = 3
 
 
 def _found(stages: tuple[Stage, ...], slots: int, carried: Carried | None, merged: Merged):
-    uniform = carried is None and not merged and stages == stages[:1] * len(stages)
-    if not uniform:
-        slots = max(slots * 100 // max(len(stages), 100), 50)
+    slots = max(slots * 100 // max(len(stages), 100), 50)
     fastest = _fastest(stages, merged)
     most = peak_bytes(fastest, stages, carried, merged)
     yield most, extra_seconds(fastest, stages, merged), lambda: fastest
     least = min(_least(stage) for stage in (*stages, *merged.values()))
     for count, unit in _grids(stages, most - least, slots, carried, merged):
-        if uniform:
-            table = UniformTable(stages[0], len(stages), count, unit, least)
-        else:
-            table = Table(stages, count, unit, least, carried, merged)
-        bytes, seconds = table.points()
+        table = Table(stages, count, unit, least, carried, merged)
+        _, seconds = table.points()
         if not np.isfinite(seconds[-1]):
             return
         for m in range(count + 1):
             if not np.isfinite(seconds[m]) or (m and seconds[m] == seconds[m - 1]):
                 continue
-            if uniform:
-                yield round(bytes[m]), float(seconds[m]), functools.partial(table.steps, m)
-            else:  # such a table is large: plans are read from it at once
-                steps = table.steps(m)
-                size = peak_bytes(steps, stages, carried, merged)
-                yield size, extra_seconds(steps, stages, merged), functools.partial(tuple, steps)
+            # Such a table is large: plans are read from it at once.
+            steps = table.steps(m)
+            size = peak_bytes(steps, stages, carried, merged)
+            yield size, extra_seconds(steps, stages, merged), functools.partial(tuple, steps)
 
 
 def _fastest(stages: tuple[Stage, ...], merged: Merged) -> tuple[Kept, ...]:

@@ -14,7 +14,7 @@ cut: at any price per byte the linear program has an answer in whole numbers
 and takes milliseconds.  So the corners of the lower hull of (bytes, seconds)
 come from pricing, and only the points between them from a mixed integer
 program (HiGHS, by `scipy.optimize.milp`).  After Checkmate (Jain et al. 2020,
-arXiv 1910.02653), whose stages are left out; `jaxmem.solve.staged` has them.
+arXiv 1910.02653), whose stages are left out.
 """
 
 import dataclasses

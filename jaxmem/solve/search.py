@@ -114,6 +114,42 @@ def search(
     return SearchResult(candidate, seen, closed)
 
 
+def refine(
+    predicted: Sequence[int],
+    budget: int,
+    compiled: Callable[[int], int],
+    seen: Mapping[int, int],
+    most: int,
+    enough: int,
+) -> SearchResult:
+    """Go on between two candidates of a search, of which the slower one fits, among finer ones.
+
+    Args:
+      predicted: bytes of the faster one, those between, and the slower one.
+      budget, compiled: as for `search`.
+      seen: bytes of those that were compiled, the last one among them.
+      most: how often `compiled` may be asked.
+      enough: so many bytes may stay unused.
+
+    >>> truth = [100, 90, 80, 70, 60, 50]
+    >>> refine([95, 85, 75, 65, 55, 45], 72, truth.__getitem__, {0: 100, 5: 50}, 3, 1)
+    SearchResult(candidate=3, seen={0: 100, 5: 50, 3: 70, 2: 80}, closed=True)
+    """
+    known = dict(seen)
+    low, high = (0 if 0 in known else -1), len(predicted) - 1
+    while high - low > 1 and len(known) - len(seen) < most and budget - known[high] > enough:
+        between = range(low + 1, high)
+        # Where none is expected to fit the nearest one says so.
+        fit = (k for k in between if expected(k, predicted, known) <= budget)
+        guess = next(fit, between[-1])
+        known[guess] = compiled(guess)
+        if known[guess] <= budget:
+            high = guess
+        else:
+            low = guess
+    return SearchResult(high, known, known.get(high - 1, budget) > budget)
+
+
 # Predictions are this far off at times: by this much a plan has to be predicted to be smaller than
 # the budget to be the only one that is asked for.
 _ROOM = 1.25

@@ -52,13 +52,15 @@ P = TypeVar("P", bound=_Held)
 
 
 def pareto_front(
-    stacks: Sequence[Sequence[Candidate]], most: int = 400
+    stacks: Sequence[Sequence[Candidate]], most: int = 400, turn_bytes: int = 0
 ) -> tuple[StepCandidate, ...]:
     """The plans for a step that no other beats in bytes and seconds, fastest first.
 
     Args:
       stacks: of each stack, in the order in which the step runs them, its candidates.
       most: how many partial plans are gone on with after each stack.
+      turn_bytes: live next to what all of them keep, when the last one has been evaluated and
+        none has been reversed.
     """
     found = [StepCandidate(0, 0.0, (), 0)]
     each = most // 4 if len(stacks) > 1 else max(map(len, stacks), default=0)
@@ -67,7 +69,11 @@ def pareto_front(
         offered = _thinned(list(enumerate(one)), one, each)
         grown = [
             StepCandidate(
-                bytes=max(candidate.bytes, candidate.kept_bytes + c.bytes),
+                bytes=max(
+                    candidate.bytes,
+                    candidate.kept_bytes + c.bytes,
+                    candidate.kept_bytes + c.kept_bytes + (turn_bytes if last else 0),
+                ),
                 seconds=candidate.seconds + c.seconds,
                 picks=(*candidate.picks, place),
                 kept_bytes=candidate.kept_bytes + c.kept_bytes,

@@ -1,7 +1,7 @@
 """Unrolled code as the chain that solvers know: stages with options, and plans back again."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
@@ -29,6 +29,8 @@ from jaxmem.unrolled.segment import Segment, segment_of
 
 # How many ways to keep what all of the code needs, as one segment, are looked at besides the menu.
 _LOOKS = 200
+# So many operations are looked at together.
+_TOGETHER = 450
 
 # ---------------------------------------------------------------- types
 
@@ -64,17 +66,17 @@ class Chain:
         self, code: Code, roofline: Roofline, offload: bool = False, points: int = 4
     ) -> None:
         self.code, self.cuts = code, code.cuts()
-        known: dict[str, Segment] = {}
+        known: dict[Hashable, Segment] = {}
         self.segments: dict[tuple[int, int], Segment] = {}
         stages: dict[tuple[int, int], Stage] = {}
-        for first, after in _widths(len(self)):
-            layer = code.layer(self.cuts[first], self.cuts[after])
-            if layer.digest not in known:
+        for first, after in self._widths():
+            span = self.cuts[first], self.cuts[after]
+            if (key := code.equal(*span)) not in known:
                 # On TPUs, of which less is known, and in a hurry the menu has to do.
                 thorough = after - first == len(self) and points and not roofline.fuses_operands
                 looks = _LOOKS if thorough else 0
-                known[layer.digest] = segment_of(layer, roofline, offload, points, looks)
-            segment = self.segments[first, after] = known[layer.digest]
+                known[key] = segment_of(code.layer(*span), roofline, offload, points, looks)
+            segment = self.segments[first, after] = known[key]
             # Of what passes the stage by, the gradient is there too while it is reversed.
             given = code.live_bytes(self.cuts[after])
             passing = given - segment.stage.carry_bytes
@@ -85,6 +87,8 @@ class Chain:
             )
         single = [stages.pop((k, k + 1)) for k in range(len(self))]
         self._single, self._merged = single, stages
+        self._shared_bytes = code.shared_bytes()
+        self._known_stored: dict[Kept, dict[int, Any]] = {}
         table = solve_chain(single, slots=200, carried=self._carried, merged=stages)
         self.found = tuple(self._reestimated(table))
 
@@ -117,6 +121,21 @@ class Chain:
 
     # ------------------------------------------------------------ implementation
 
+    def _widths(self) -> list[tuple[int, int]]:
+        """First and after of each stage; of two, four, eight ... as one, and of all.
+
+        If they have not too many operations: what is looked at together takes a time that grows
+        faster than its length.
+        """
+        count, cuts = len(self), self.cuts
+        found = {(k, k + 1) for k in range(count)}
+        spans, width = {(0, count)}, 2
+        while width < count:
+            spans.update((k, min(k + width, count)) for k in range(0, count, width))
+            width *= 2
+        found.update(one for one in spans if cuts[one[1]] - cuts[one[0]] <= _TOGETHER)
+        return sorted(found, key=lambda one: (one[1] - one[0], one))
+
     def _piece(self, step: Kept | Recomputed) -> Piece:
         if isinstance(step, Recomputed):
             inner = _joined([self._piece(one) for one in step.inner])
@@ -145,8 +164,7 @@ class Chain:
           several: whether the results are the inputs of another such piece of code.
           stacked: whether these are the layers of a scan, which stacks what they hold.
         """
-        jaxpr = self.code.closed.jaxpr
-        given = {*jaxpr.invars, *jaxpr.constvars}
+        jaxpr, given = self.code.closed.jaxpr, self.code.given
         results = {var for var in jaxpr.outvars if _jax.is_var(var)} - given if several else set()
         held: set[Any] = set()
         kept = result_bytes = sum(nbytes(var.aval) for var in results)
@@ -164,6 +182,9 @@ class Chain:
             inner = (place for place in segment.places[step.option] if place not in stored)
             kept += sum(nbytes(values[place].aval) for place in inner)
         kept += sum(nbytes(var.aval) for var in held - given - results)
+        shared_bytes, gradient_bytes = self._shared_bytes
+        kept += shared_bytes
+        given_bytes += shared_bytes + gradient_bytes
         return HeldPlan(plan.bytes + given_bytes, plan.seconds, plan.steps, kept)
 
     def _reestimated(self, table: ChainTable) -> Iterator[ChainPlan]:
@@ -181,9 +202,9 @@ class Chain:
         more: dict[Kept, int] = {}
         self._add_more(steps, frozenset(), more)
         needed = peak_bytes(steps, self._single, self._carried, self._merged, more)
-        if all(isinstance(step, Kept) and step.option == 0 for step in steps):
+        stage = self._merged.get((0, len(self))) if len(self) > 1 else self._single[0]
+        if stage and all(isinstance(step, Kept) and step.option == 0 for step in steps):
             # Run as one piece: no barrier cuts the parts of a gradient out of the whole.
-            stage = self._merged[0, len(self)] if len(self) > 1 else self._single[0]
             whole = stage.options[0]
             needed = max(needed, whole.tape_bytes + whole.work_bytes + stage.gradient_bytes)
         return needed
@@ -203,6 +224,11 @@ class Chain:
 
     def _stored(self, kept: Kept) -> dict[int, Any]:
         """Of the values that are kept, by place, those that others read or made."""
+        if kept not in self._known_stored:
+            self._known_stored[kept] = self._among_live(kept)
+        return self._known_stored[kept]
+
+    def _among_live(self, kept: Kept) -> dict[int, Any]:
         first, last = self.cuts[kept.stage], self.cuts[kept.after]
         segment = self.segment(kept)
         layer, unnamed = segment.layer, unnamed_places(segment.layer)
@@ -261,16 +287,6 @@ def _sqrt_plan(code: Code, levels: int) -> UnrolledPlan | None:
     forward = sum(chain.segments[k, k + 1].stage.seconds for k in range(len(chain)))
     within = [plan for plan in chain.plans() if plan.seconds <= levels * forward]
     return chain.plan(within[-1].steps) if within else None
-
-
-def _widths(count: int) -> list[tuple[int, int]]:
-    """First and after of each of so many stages; of two, four, eight ... as one, and of all."""
-    found = {(0, count)}
-    width = 1
-    while width < count:
-        found.update((k, min(k + width, count)) for k in range(0, count, width))
-        width *= 2
-    return sorted(found, key=lambda one: (one[1] - one[0], one))
 
 
 def _operations(layer: Layer, places: Sequence[int]) -> list[int]:

@@ -4,11 +4,14 @@ A Python loop over layers, a U-net, towers that meet again: no scan, only operat
 order.  At each place between two operations some values are live, made before and read
 after.  Where these are few bytes (bottlenecks, where a single value is), the chain is cut.
 What passes by, such as the skip connections of a U-net, is live at all the cuts that it
-crosses, and counts once.
+crosses, and counts once.  Where equal layers follow each other (`runs`) the cuts are between
+these, and a segment is taken apart once for all that are equal.
 """
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from jaxmem import _jax
 from jaxmem.estimate.counting import kind_of
 from jaxmem.layers.pooling import reversed_by_places
 from jaxmem.trace.layer import Body, Layer, NoReverseMode, Wrt, cheap_values, nbytes
+from jaxmem.unrolled.runs import Run, find_runs
 
 # ---------------------------------------------------------------- API
 
@@ -30,6 +34,10 @@ class Code:
         right in front of what first reads it.
       live: for each place between operations, from before the first to after the last, the
         values that are made before and read after it.
+      runs: equal layers, one after the other.
+      given: what is there for each segment that reads it: inputs, constants, and what the layers
+        of a run share (a mask, the result of an encoder), which is held till all of them are
+        reversed.
     """
 
     def __init__(self, closed: ClosedJaxpr) -> None:
@@ -37,6 +45,15 @@ class Code:
         self.closed = _jax.reordered(inlined, _late(inlined))
         self.eqns: Sequence[Any] = self.closed.jaxpr.eqns
         self.live = self._live()
+        self._inputs = frozenset([*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars])
+        self._makers = {var: at for at, eqn in enumerate(self.eqns) for var in eqn.outvars}
+        self._kinds = [_jax.operation_digest(eqn) for eqn in self.eqns]
+        self._known_reads: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._known_bodies: dict[Hashable, tuple[Body, int]] = {}
+        self.known_layers: dict[Hashable, tuple[Any, Layer]] = {}
+        self.given = self._inputs
+        self.runs = self._runs()
+        self.given = self._inputs.union(*map(self._shared, self.runs))
 
     def __len__(self) -> int:
         return len(self.eqns)
@@ -54,12 +71,61 @@ class Code:
         except NoReverseMode:
             return False
 
+    @property
+    def shared(self) -> list[Any]:
+        """What is given and made here: what layers of runs share."""
+        return [var for var in self.given if var in self._makers]
+
+    def shared_bytes(self) -> tuple[int, int]:
+        """Of what layers of runs share: its own, and those of its gradients."""
+        reached = {var for var in self._inputs if _jax.has_tangent(var.aval)}
+        for eqn in self.eqns if self.shared else ():
+            if any(_jax.is_var(atom) and atom in reached for atom in eqn.invars):
+                reached.update(var for var in eqn.outvars if _jax.has_tangent(var.aval))
+        sizes = [(nbytes(var.aval), var in reached) for var in self.shared]
+        return sum(size for size, _ in sizes), sum(size for size, with_one in sizes if with_one)
+
     def live_bytes(self, at: int) -> int:
-        """Bytes live at a place, inputs of the function not counted."""
-        return sum(nbytes(var.aval) for var in self.live[at])
+        """Bytes live at a place, of what is not given."""
+        return sum(nbytes(var.aval) for var in self.live[at] if var not in self.given)
+
+    def equal(
+        self, first: int, last: int, start: int | None = None, exact: bool = False
+    ) -> Hashable:
+        """What is equal for operations first..last-1 where they are, and what they work on.
+
+        Args:
+          start: of the run that they are of, if that is not known yet.
+          exact: whether constants that are written into the code have to be equal as well.
+        """
+        given = self.given
+        if start is not None:
+            # Of what was made before the run, the layers behind the first one read it too.
+            passing = self.live[min(last, len(self))]
+            given = self._inputs.union(v for v in passing if self._makers.get(v, start) < start)
+        numbers: dict[Any, int] = {}
+        rows: list[Hashable] = []
+        for eqn in self.eqns[first:last]:
+            ins = []
+            for atom in eqn.invars:
+                if not _jax.is_var(atom):
+                    ins.append(repr(atom) if exact else None)
+                    continue
+                if atom not in numbers:
+                    numbers[atom] = len(numbers)
+                    rows.append((numbers[atom], atom in given))
+                ins.append(numbers[atom])
+            for var in eqn.outvars:
+                numbers[var] = len(numbers)
+            rows.append((*ins, *(numbers[var] for var in eqn.outvars)))
+        gives = tuple(numbers[var] for var in self.gives(first, last))
+        return hash((tuple(self._kinds[first:last]), tuple(rows), gives))
 
     def cuts(self, most: int = 48) -> list[int]:
-        """Places to cut at, among them 0 and the end; at most so many segments."""
+        """Places to cut at, among them 0 and the end; at most so many segments, or layers of runs.
+
+        Layers are cut inside, each in the same places, where there are few.
+        """
         count = len(self)
         sizes = [self.live_bytes(at) for at in range(count + 1)]
         made = [sum(nbytes(var.aval) for var in eqn.outvars) for eqn in self.eqns]
@@ -80,12 +146,26 @@ class Code:
             if sizes[at] <= 1.05 * near and not (fused and kernels):
                 good.append(at)
         good = _spread(good, total, sizes, total[-1] / (4 * most))
-        if len(good) > most - 1:
-            good = [good[round(k * (len(good) - 1) / (most - 2))] for k in range(most - 1)]
-        return [0, *dict.fromkeys(good), count]
+        found = {run.after for run in self.runs}
+        for run in self.runs:  # several layers of a long one are a segment
+            found.update(run.places[: -1 : -(-run.count // _LONG)])
+        others = [at for at in good if not any(run.first <= at <= run.after for run in self.runs)]
+        if len(others) > most - 1:
+            others = [others[round(k * (len(others) - 1) / (most - 2))] for k in range(most - 1)]
+        found.update([0, *others, count])
+        for run in sorted(self.runs, key=lambda run: run.count):
+            inner = [at for at in good if run.first < at < run.first + run.size]
+            within = {
+                at + shift for at in inner for shift in range(0, run.size * run.count, run.size)
+            }
+            if len(found) + len(within) <= most + 1:
+                found |= within
+        return sorted(found)
 
     def reads(self, first: int, last: int) -> list[Any]:
         """What operations first..last-1 read and do not make."""
+        if (first, last) in self._known_reads:
+            return list(self._known_reads[first, last])
         made: set[Any] = set()
         found: dict[Any, None] = {}
         for eqn in self.eqns[first:last]:
@@ -93,12 +173,12 @@ class Code:
                 if _jax.is_var(atom) and atom not in made:
                     found[atom] = None
             made.update(eqn.outvars)
+        self._known_reads[first, last] = tuple(found)
         return list(found)
 
     def gives(self, first: int, last: int) -> list[Any]:
         """What operations first..last-1 make and others, or the caller, read."""
-        made = {var for eqn in self.eqns[first:last] for var in eqn.outvars}
-        return [var for var in self.live[last] if var in made]
+        return [var for var in self.live[last] if first <= self._makers[var] < last]
 
     def run(self, first: int, last: int, values: Sequence[Any]) -> list[Any]:
         """Evaluate a segment from what it `reads` to what it `gives`."""
@@ -123,13 +203,24 @@ class Code:
         return _jax.trace(run, [var.aval for var in reads])
 
     def ordered_reads(self, first: int, last: int) -> tuple[list[Any], int]:
-        """What a segment reads, inputs of the function first, and how many these are."""
-        inputs = {*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars}
-        reads = sorted(self.reads(first, last), key=lambda var: var not in inputs)
-        return reads, sum(var in inputs for var in reads)
+        """What a segment reads, what is given first, and how much of it is."""
+        reads = sorted(self.reads(first, last), key=lambda var: var not in self.given)
+        return reads, sum(var in self.given for var in reads)
+
+    def body(self, first: int, last: int) -> tuple[Body, int]:
+        """A segment as the layer of a stack of one, given all that it `reads`, and its start.
+
+        One for all that are equal: with the place in the code of its own first operation.
+        """
+        key = self.equal(first, last, exact=True)
+        if key not in self._known_bodies:
+            reads = self.reads(first, last)
+            body = Body(self.traced(first, last, reads), len(reads), 0)
+            self._known_bodies[key] = body, first
+        return self._known_bodies[key]
 
     def layer(self, first: int, last: int) -> Layer:
-        """A segment as a layer: parameters and inputs of the function first, then what is live."""
+        """A segment as a layer: parameters and what else is given first, then what is live."""
         reads, num_consts = self.ordered_reads(first, last)
         traced = self.traced(first, last, reads)
         wrt = Wrt(
@@ -139,6 +230,26 @@ class Code:
         return Layer(Body(traced, num_consts, len(reads) - num_consts), wrt)
 
     # ------------------------------------------------------------ implementation
+
+    def _runs(self) -> tuple[Run, ...]:
+        sizes = [self.live_bytes(at) for at in range(len(self) + 1)]
+        return tuple(filter(self._is_of_layers, find_runs(self._kinds, sizes, self.equal)))
+
+    def _is_of_layers(self, run: Run) -> bool:
+        """Whether each works on what the one before it made, and is more than elementwise."""
+        first, second, after = run.places[:3]
+        works = any(kind_of(eqn) == "kernel" for eqn in self.eqns[first:second])
+        return works and any(first <= self._makers.get(v, -1) for v in self.reads(second, after))
+
+    def _shared(self, run: Run) -> list[Any]:
+        """What was made before a run, and several of its layers read."""
+        readers = Counter(
+            var
+            for first, last in itertools.pairwise(run.places)
+            for var in self.reads(first, last)
+            if self._makers.get(var, run.first) < run.first
+        )
+        return [var for var, count in readers.items() if count > 1]
 
     def _live(self) -> list[list[Any]]:
         jaxpr = self.closed.jaxpr
@@ -155,6 +266,9 @@ class Code:
 
 
 # ---------------------------------------------------------------- implementation
+
+# A run is cut into no more segments than this.
+_LONG = 64
 
 
 def _named(place: int, outs: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ A segment of which single values are kept is a layer that no loop is around: a s
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxmem.plans.plan import Plan
 from jaxmem.policies import Keep, Names
 from jaxmem.stacked import Form
 from jaxmem.stacked.stack import Stack
-from jaxmem.trace.layer import Body, Layer
+from jaxmem.trace.layer import Layer
 from jaxmem.unrolled.code import Code
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
 
@@ -104,11 +104,15 @@ def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
     """A piece of which single values are kept."""
-    reads = code.reads(piece.first, piece.last)
-    body = Body(code.traced(piece.first, piece.last, reads), len(reads), 0)
+    body, first = code.body(piece.first, piece.last)
+    keep, offload = (
+        tuple(place + first - piece.first for place in places or ())
+        for places in (piece.keep, piece.offload)
+    )
 
     def run(*given: Any) -> list[Any]:
-        stack = KeptSegment(Form(body, 1, interleaved=True), Names(), piece=piece)
+        form = Form(body, 1, interleaved=True)
+        stack = KeptSegment(form, Names(), keep=keep, offload=offload, known=code.known_layers)
         return [out[0] for out in _jax.bind_stack(stack, given)]
 
     return run
@@ -116,14 +120,30 @@ def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class KeptSegment(Stack):
-    """A stack of one layer that keeps what a piece says."""
+    """A stack of one layer that keeps what a piece says.
 
-    piece: Piece
+    Attributes:
+      keep, offload: the operations whose results are kept, and sent to the host.
+      known: layers that were taken apart, by their body and what of it is differentiated; one
+        for all segments of the code that are equal.
+    """
+
+    keep: tuple[int, ...]
+    offload: tuple[int, ...]
+    known: dict[Hashable, tuple[Any, Layer]]
+
+    def layer(self, operands: Sequence[bool]) -> Layer:
+        body = self.form.body
+        key = id(body), tuple(operands)
+        if key not in self.known:
+            self.known[key] = (
+                body,
+                super().layer(operands),
+            )  # held, so that its number stays its own
+        return self.known[key][1]
 
     def plan(self, layer: Layer) -> Plan:
-        keep = self.piece.keep
-        assert keep is not None
-        policy = Keep(_places(layer, keep), _places(layer, self.piece.offload))
+        policy = Keep(_places(layer, self.keep), _places(layer, self.offload))
         return Plan.keep([(1, policy)])
 
 

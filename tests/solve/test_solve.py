@@ -6,11 +6,12 @@ import math
 import time
 
 import pytest
+from helpers.mixed import mixed_steps
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.plans.plan import Plan
-from jaxmem.solve import extra_steps, mixed_steps, periodic_bytes, schedule, segment_lengths
+from jaxmem.solve import extra_steps, periodic_bytes, schedule, segment_lengths
 
 # ---------------------------------------------------------------- periodic cuts
 

@@ -222,7 +222,7 @@ def test_a_value_that_comes_with_another_one_is_not_kept_too():
     assert menu(both) == (Keep((), (), (0,), 0, 1.0),)
 
 
-def test_writing_and_reading_back_can_cost_more_than_computing_again():
+def test_writing_and_reading_back_can_cost_more_than_recomputing():
     cheap = layer((1, 5), [((0,), (1,), 1.0)], wanted={1}, keep_seconds=(0.0, 2.0))
     assert menu(cheap) == (Keep((), (), (0,), 0, 1.0),)
 

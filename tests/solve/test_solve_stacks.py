@@ -196,7 +196,7 @@ def test_together_finds_what_listing_all_combinations_finds(
         assert candidate.kept_bytes == sum(c.kept_bytes for c in picked)
 
 
-def test_a_stack_that_comes_first_is_alive_while_the_next_is_reversed() -> None:
+def test_a_stack_that_comes_first_is_live_while_the_next_is_reversed() -> None:
     first = (Candidate(bytes=10, seconds=0.0, kept_bytes=8),)
     second = (Candidate(bytes=5, seconds=0.0, kept_bytes=5),)
     assert pareto_front([first, second])[0].bytes == 13
@@ -210,7 +210,7 @@ def test_a_stack_that_comes_first_is_alive_while_the_next_is_reversed() -> None:
     st.lists(st.integers(1, 10**6), min_size=1, max_size=200, unique=True), st.integers(0, 10**6)
 )
 @MANY
-def test_a_ladder_has_both_ends_and_steps_that_are_worth_it(sizes: list[int], others: int) -> None:
+def test_a_front_has_both_ends_and_steps_that_are_worth_it(sizes: list[int], others: int) -> None:
     sizes = sorted(sizes, reverse=True)
     candidates = [StepCandidate(size, float(k), (k,)) for k, size in enumerate(sizes)]
     found = thinned_front(candidates, others)
@@ -222,7 +222,7 @@ def test_a_ladder_has_both_ends_and_steps_that_are_worth_it(sizes: list[int], ot
     assert all(step >= math.exp(0.0039) for step in steps) or len(candidates) <= 2
 
 
-def test_a_ladder_keeps_sharp_corners() -> None:
+def test_a_front_keeps_sharp_corners() -> None:
     """A plan at which the price of a byte jumps is what most budgets want."""
     candidates = [StepCandidate(10_000 - k, k * 1e-3, (k,)) for k in range(500)]
     corner = StepCandidate(5_000, 1.0, (500,))
@@ -287,7 +287,7 @@ def test_six_compiles_answer_as_one_in_any_order(
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 6])
-def test_where_all_fits_nothing_is_computed_again_however_few_the_compiles(most: int) -> None:
+def test_where_all_fits_nothing_is_recomputed_however_few_the_compiles(most: int) -> None:
     truth = [130 - k for k in range(60)]
     found = search(truth, 10**6, truth.__getitem__, most)
     assert found.candidate == 0
@@ -295,13 +295,13 @@ def test_where_all_fits_nothing_is_computed_again_however_few_the_compiles(most:
     assert found.closed
 
 
-def test_what_computes_nothing_again_is_asked_for_before_nothing_is_said_to_fit() -> None:
+def test_what_recomputes_nothing_is_asked_for_before_nothing_is_said_to_fit() -> None:
     """Where loops are small they need more than the program without them."""
     truth = [90, *[300] * 7]
     assert search([200, 109, 108, 107, 106, 105, 104, 103], 100, truth.__getitem__).candidate == 0
 
 
-def test_a_faster_rung_that_was_foretold_to_need_hardly_more_is_tried() -> None:
+def test_a_faster_candidate_that_was_predicted_to_need_hardly_more_is_tried() -> None:
     """A front that was seen: segments recomputed whole need more than was predicted."""
     predicted = [165, 149, 133, 129, 117, 113, 101, 97, 85, 81, 77, 73, 69]
     truth = [164, 148, 132, 128, 116, 112, 100, 96, 84, 88, 84, 80, 76]
@@ -314,13 +314,13 @@ def test_a_faster_rung_that_was_foretold_to_need_hardly_more_is_tried() -> None:
 
 
 def test_everything_kept_is_asked_for_if_it_may_fit() -> None:
-    """It is less well predicted than plans that compute something again."""
+    """It is less well predicted than plans that recompute something."""
     predicted, truth = [50, 40, 35, 30], [41, 43, 36, 30]
     assert search(predicted, 42, truth.__getitem__).candidate == 0
     assert list(search(predicted, 39, truth.__getitem__).seen) == [2, 1]
 
 
-def test_the_least_is_looked_for_among_those_foretold_to_be_near_it():
+def test_the_least_is_looked_for_among_those_predicted_to_be_near_it():
     predicted, truth = [200, 130, 91, 90, 89], [200, 120, 84, 90, 95]
     found = search(predicted, 50, truth.__getitem__)
     assert found.candidate is None

@@ -3,12 +3,12 @@
 import math
 
 import pytest
+from helpers.staged import Staged, staged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem.solve.keep import keep_within
 from jaxmem.solve.problem import Graph, Operation
-from jaxmem.solve.staged import Staged, staged
 
 
 def training_chain(n: int) -> list[tuple[int, ...]]:

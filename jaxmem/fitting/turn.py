@@ -1,0 +1,95 @@
+"""What a step has live where its regions' forward pass ends and their backward pass begins.
+
+The loss of a model stands there, which is often the largest array of all: logits in float32,
+their softmax, its gradient.  No plan changes that, and every plan has it next to all that it keeps.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.estimate.liveness import peak_live_bytes
+from jaxmem.estimate.roofline import Roofline
+from jaxmem.fitting.uses import Way, scopes_in, way_of
+
+
+def turn_bytes(closed: ClosedJaxpr, scopes: Collection[str], roofline: Roofline) -> int:
+    """Bytes live at the peak between the forward and the backward pass of the last region.
+
+    Of what is computed; 0 where there is no such place, as in a loop over microbatches.
+
+    Args:
+      closed: the jaxpr of a step.
+      scopes: the names of the scopes of its regions.
+    """
+    jaxpr = closed.jaxpr
+    while True:
+        ways = [_ways(eqn, scopes, None) for eqn in jaxpr.eqns]
+        both = [eqn for eqn, found in zip(jaxpr.eqns, ways, strict=True) if len(found) == 2]
+        if not both:
+            break
+        inner = [sub.jaxpr for sub in _jax.all_subjaxprs(both[-1])]
+        if _jax.is_scan(both[-1]) or len(inner) != 1:
+            return 0
+        jaxpr = inner[0]
+    back = next((at for at, found in enumerate(ways) if "back" in found), None)
+    there = next((at for at in range(back or 0)[::-1] if "there" in ways[at]), None)
+    if back is None or there is None or back == there + 1:
+        return 0
+    before = {var for eqn in jaxpr.eqns[: there + 1] for var in eqn.outvars}
+    between = jaxpr.eqns[there + 1 : back]
+    reads = dict.fromkeys(a for eqn in between for a in eqn.invars if _jax.is_var(a))
+    made = {var for eqn in between for var in eqn.outvars}
+    later = {a for eqn in jaxpr.eqns[back:] for a in eqn.invars if _jax.is_var(a)}
+    later.update(filter(_jax.is_var, jaxpr.outvars))
+    given = [var for var in reads if var not in made]
+    piece = _jax.inlined(_jax.piece_of(jaxpr, between, given, made & later))
+    own = zip(piece.jaxpr.invars, given, strict=True)
+    return peak_live_bytes(
+        _jax.with_equations(piece, _simplified(piece.jaxpr.eqns)),
+        held=[var for var, outer in own if outer in before],
+        fuses_operands=roofline.fuses_operands,
+        calls_libraries=roofline.calls_libraries,
+    )
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _simplified(eqns: Sequence[Any]) -> list[Any]:
+    """Equations as XLA's simplifier leaves them: what is scattered into zeros goes into the sum.
+
+    So it is with the gradient of the logits that labels pick.
+    """
+    zeros: set[Any] = set()
+    scattered: dict[Any, Any] = {}
+    found: list[Any] = []
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name == "broadcast_in_dim" and _jax.is_literal(eqn.invars[0]):
+            zeros.update(eqn.outvars if not eqn.invars[0].val else ())
+        if name == "scatter-add" and eqn.invars[0] in zeros:
+            scattered[eqn.outvars[0]] = eqn
+            continue
+        into = [atom for atom in eqn.invars if _jax.is_var(atom) and atom in scattered]
+        if into and name in ("add", "add_any"):
+            other = next((atom for atom in eqn.invars if atom is not into[0]), into[0])
+            scatter = scattered.pop(into[0])
+            eqn = _jax.renamed(scatter, [other, *scatter.invars[1:]], eqn.outvars)
+        found += [*(scattered.pop(atom) for atom in into if atom in scattered), eqn]
+    return [*found, *scattered.values()]
+
+
+def _ways(eqn: Any, scopes: Collection[str], way: Way) -> set[Way]:
+    """On which ways an equation, or one in it, is of a region."""
+    stack = str(eqn.source_info.name_stack)
+    way = way_of(stack, way)
+    found: set[Way] = {way} if way and scopes_in(stack, scopes) else set()
+    for sub in _jax.all_subjaxprs(eqn):
+        for inner in sub.jaxpr.eqns:
+            found |= _ways(inner, scopes, way)
+            if len(found) == 2:
+                return found
+    return found

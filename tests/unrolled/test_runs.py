@@ -1,0 +1,205 @@
+"""Equal layers written out one after the other: found, planned once, run and told of as layers."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers.budgeted import plans, problem, question
+from helpers.menagerie import assert_close, exact_jit
+from helpers.unrolled_code import code_of, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxmem
+from jaxmem.estimate.roofline import Roofline
+from jaxmem.unrolled import Chain, Code
+from jaxmem.unrolled.runs import Run, find_runs
+
+TARGET = "h100-80g"
+H100 = Roofline(matrix_peak=989e12, bandwidth=3.35e12)
+
+
+# ---------------------------------------------------------------- models
+
+
+def attention(x: jax.Array, p: Any, window: int | None = None) -> jax.Array:
+    y = x - x.mean(-1, keepdims=True)
+    q, k, v = jnp.split(y @ p["qkv"], 3, -1)
+    scores = jnp.einsum("bqd,bkd->bqk", q, k, preferred_element_type=jnp.float32)
+    if window is not None:
+        places = jnp.arange(x.shape[1])
+        scores = jnp.where(jnp.abs(places - places[:, None]) < window, scores, -1e9)
+    return x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores).astype(x.dtype), v)
+
+
+def feed(x: jax.Array, p: Any, key: jax.Array | None = None) -> jax.Array:
+    y = jax.nn.gelu(x @ p["up"])
+    if key is not None:
+        y = jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y / 0.9, 0)
+    return x + y @ p["down"]
+
+
+def decoder(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    """Dropout by keys that are folded in by number, as a module's path does."""
+    x = x * params["scale"]
+    for number, p in enumerate(params["layers"]):
+        x = feed(attention(x, p), p, jax.random.fold_in(key, 17 * number + 3))
+    return x @ params["head"]
+
+
+def local_and_global(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    del key
+    for number, p in enumerate(params["layers"]):
+        x = feed(attention(x, p, window=None if number % 2 else 4), p)
+    return x @ params["head"]
+
+
+def cross(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    """What layers read of an encoder is there for all of them."""
+    del key
+    memory = jnp.tanh(x @ params["scale"][:, None] * params["layers"][0]["up"][0])
+    for p in params["layers"]:
+        y = jnp.einsum("bqd,bkd->bqk", x @ p["up"], memory)
+        x = x + jax.nn.softmax(y) @ (memory @ p["down"])
+        x = feed(x, p)
+    return x @ params["head"]
+
+
+MODELS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (decoder, local_and_global, cross)}
+
+
+def shapes(layers: int, width: int = 16, dtype: Any = jnp.float32) -> Any:
+    layer = {"qkv": (width, 3 * width), "up": (width, 4 * width), "down": (4 * width, width)}
+    return {
+        "scale": jax.ShapeDtypeStruct((width,), dtype),
+        "layers": [
+            {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in layer.items()}
+            for _ in range(layers)
+        ],
+        "head": jax.ShapeDtypeStruct((width, 8 * width), dtype),
+    }
+
+
+def arrays(layers: int) -> tuple[Any, jax.Array, jax.Array]:
+    seeds = itertools.count()
+    params = jax.tree.map(lambda s: normal(next(seeds), *s.shape), shapes(layers))
+    return params, normal(99, 2, 8, 16), jax.random.key(0)
+
+
+def code(model: str, layers: int) -> Code:
+    return code_of(MODELS[model], *arrays(layers))
+
+
+def gradient(model: Callable[..., Any], decorate: Callable[..., Any] = jaxmem.remat_auto) -> Any:
+    decorated = decorate(model)
+
+    def loss(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        logits = decorated(params, x, key).astype(jnp.float32)
+        labels = jnp.zeros(logits.shape[:-1], int)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return jax.value_and_grad(loss)
+
+
+# ---------------------------------------------------------------- found
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_what_repeats_is_found_whatever_stands_around_it(data: st.DataObject) -> None:
+    size, count = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 9))
+    layer = [f"layer {k}" for k in range(size)]
+    before, behind = (data.draw(st.integers(0, 7)) for _ in range(2))
+    text = [*(f"a{k}" for k in range(before)), *layer * count, *(f"b{k}" for k in range(behind))]
+    live = [9] * (len(text) + 1)
+    live[before : before + size * count + 1 : size] = [1] * (count + 1)
+    assert find_runs(text, live, lambda first, last, _: last - first) == [Run(before, size, count)]
+
+
+def test_layers_of_unequal_dataflow_are_no_run() -> None:
+    text = ["op", "dot"] * 4
+    assert find_runs(text, [1] * 9, lambda first, last, _: first) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "period"), [("decoder", 1), ("local_and_global", 2), ("cross", 1)]
+)
+def test_layers_are_found_though_keys_and_parameters_differ(model: str, period: int) -> None:
+    [run] = code(model, 8).runs
+    # The first and the last are cut elsewhere, or compute what others have in common.
+    assert 6 <= run.count * period <= 8
+    [longer] = code(model, 12).runs
+    assert (longer.count - run.count) * period == 4
+
+
+def test_what_layers_share_is_held_once() -> None:
+    few, many = code("cross", 4), code("cross", 9)
+    for one in (few, many):
+        [memory] = (var for var in one.shared if var.aval.shape == (2, 8, 64))
+        assert one.shared_bytes() == (memory.aval.size * 4,) * 2  # and its gradient
+    assert few.shared_bytes() == many.shared_bytes()
+
+
+def test_code_that_repeats_nothing_has_no_runs() -> None:
+    def growing(ws: Any, x: jax.Array) -> jax.Array:
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    ws = [normal(k, 8 + k, 9 + k) for k in range(6)]
+    assert code_of(growing, ws, normal(9, 4, 8)).runs == ()
+
+
+# ---------------------------------------------------------------- planned once
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_equal_layers_are_planned_once(model: str) -> None:
+    few, many = (Chain(code(model, layers), H100) for layers in (8, 14))
+
+    def different(chain: Chain) -> int:
+        return len({id(segment) for segment in chain.segments.values()})
+
+    assert different(many) <= different(few) + 2
+
+
+def test_plans_name_layers() -> None:
+    specs = shapes(10, 64), jax.ShapeDtypeStruct((16, 64, 64), "f4"), jax.random.key(0)
+    found = problem(gradient(decoder), *specs, target=TARGET)
+    [region] = found.regions
+    least = found.planned(len(found.front) - 1)[0].candidate
+    names = {row.stack for row in region.decisions(least)}
+    assert any("equal layers 1-" in name for name in names)
+
+
+# ---------------------------------------------------------------- numbers and bytes
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_numbers_along_the_front(model: str) -> None:
+    args = arrays(6)
+    step = gradient(MODELS[model])
+    expected = exact_jit(gradient(MODELS[model], lambda f: f))(*args)
+    for plan in plans(step, *args, most=4):
+        with jaxmem.use_plan(plan):
+            assert_close(exact_jit(gradient(MODELS[model]))(*args), expected)
+
+
+def test_layers_with_a_loss_on_top_are_predicted() -> None:
+    """The logits in float32, and their gradient, are live next to all that is kept."""
+    specs = (
+        shapes(8, 256, jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 256, 256), jnp.bfloat16),
+        jax.random.key(0),
+    )
+    found = problem(gradient(decoder), *specs, target=TARGET)
+    ask = question(gradient(decoder), *specs, target=TARGET)
+    for candidate in (len(found.front) // 2, len(found.front) - 1):
+        report = found.report(ask, candidate)
+        fixed = report.required_bytes - report.temp_bytes
+        off = (found.predicted[candidate] - fixed) / report.temp_bytes - 1
+        assert abs(off) < 0.15, (candidate, off)
