@@ -1,6 +1,6 @@
 # Each target sets itself up from nothing but a Python of at least 3.11:
 #   make test      what must hold at every change, but for tests marked slow: those that repeat a
-#                  claim at greater size or for another target; under a quarter of an hour, cold
+#                  claim at greater size or for another target; ten minutes at most on two idle cores
 #   make test-all  the slow ones, too; what CI runs
 #   make demo      trains a small language model and compares the policies on it
 #   make bench     what the decorators and the reports cost in time
@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 .PHONY: test test-all lint demo bench clean
 
 # What a file's tests share, they share in one process.
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint
 	$(PYTEST) -m "not slow"

@@ -1,5 +1,6 @@
 """What all tests share: eight devices, a compiler that rounds alike everywhere, random keys."""
 
+import gc
 import itertools
 import os
 import shutil
@@ -31,6 +32,17 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ["XLA_FLAGS"]
     else:
         os.environ["XLA_FLAGS"] = before
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files of few and long tests first, lest one of two processes is left alone with the last.
+    items.sort(key=lambda item: "experiments" not in item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    # What jax traces is many objects and little garbage, and what is imported stays.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture

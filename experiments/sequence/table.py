@@ -20,7 +20,7 @@ class Row(Record):
       kind, number: which way; see `sequence.loops.Way`.
       required_bytes, temp_bytes: of the compiled program.
       own_bytes: required, without the inputs, the parameters and the results.
-      formula_bytes: carries and tapes by the plan; of equinox, its carries.
+      formula_bytes: carries and residuals by the plan; of equinox, its carries.
       evaluations: of the cell in one value_and_grad, counted as it ran on the attached backend,
         as many steps in the same plan but a small cell.
       formula_evaluations: by the plan; of equinox, the fewest with so many carries.

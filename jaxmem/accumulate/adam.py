@@ -1,4 +1,4 @@
-"""Adam without a gradient: each microbatch's goes straight into the moments.
+"""Adam without a gradient: each microbatch's goes directly into the moments.
 
 AdamA, "Adam Accumulation" (Zhang et al. 2023, arXiv 2305.19982), saves the accumulator, a buffer of
 the parameters' size.  The first moment is Adam's; the second is a sum of squares where Adam

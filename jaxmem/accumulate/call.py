@@ -202,7 +202,7 @@ def _differentiable(name: str, leaf: Any) -> jax.Array:
     if not known or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
         raise TypeError(
             f"{name} is {described(leaf)}, which has no gradient; pass argnums= of floating-point "
-            "arguments only. Where an argument holds others beside them, partition it (as "
+            "arguments only. Where an argument holds others as well, partition it (as "
             "equinox.partition does), pass the rest as an argument of its own, and combine both "
             "in the function"
         )

@@ -58,8 +58,8 @@ class Spec:
             found = self.tree.flatten_up_to(aux)
         except ValueError as error:
             raise ValueError(
-                f"aux={self.tree.unflatten(self.modes)!r} does not fit what fun returns beside the "
-                f"loss, {jax.tree.structure(aux)}: {error}"
+                f"aux={self.tree.unflatten(self.modes)!r} does not fit what fun returns next to "
+                f"the loss, {jax.tree.structure(aux)}: {error}"
             ) from None
         return list(zip(self.modes, found, strict=True))
 

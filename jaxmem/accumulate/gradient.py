@@ -115,7 +115,7 @@ def value_and_grad(
         where its value is known, and gives NaN under `jit`.
 
     Memory: one accumulator of the parameters' size, and one microbatch.  Parameters that
-    are stacked and read in one `lax.scan` over layers need no gradient beside it: each layer adds
+    are stacked and read in one `lax.scan` over layers need no other gradient: each layer adds
     its own to the accumulator.  Terms of several weights (`Weighted` + `Weighted`) need the
     sums of the weights first: what computes them runs twice.
 
@@ -203,7 +203,7 @@ def accumulate(
 
 
 def outputs(parts: Parts, result: Result) -> Any:
-    """What stands beside the gradients."""
+    """What is returned next to the gradients."""
     if parts.return_weight:
         weight = tuple(jnp.asarray(weight, result.value.dtype) for weight in result.weights)
         aux = result.aux if parts.has_aux else None

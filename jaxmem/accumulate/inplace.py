@@ -5,8 +5,8 @@ and only when that is full can it be added to the sum over microbatches: two buf
 parameters' size.  Here the sum itself goes down the stack in that array's place, and each layer
 adds its gradient to its row.
 
-In an ordinary scan the sum travels as the cotangent of a carry: the forward pass hands
-it through, and a layer's backward pass (`_used`) adds to one row of it.  A stack whose
+In an ordinary scan the sum travels as the cotangent of a carry: the forward pass returns
+it as it is, and a layer's backward pass (`_used`) adds to one row of it.  A stack whose
 schedule is jaxmem's own writes single rows anyway, and is told to add.
 """
 

@@ -63,7 +63,7 @@ def pure(
     """`fun` as a function of arrays.
 
     Returns:
-      A function that returns the loss and, beside it, (states, aux); its arguments: those of
+      A function that returns the loss and (states, aux); its arguments: those of
       `fun`, with parameters in place of modules, followed by the modules' other state; and
       the positions of the modules.
 

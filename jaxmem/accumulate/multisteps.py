@@ -33,7 +33,7 @@ class MultiStepsState(NamedTuple):
       gradient_step: int32, how often the wrapped optimizer has run.
       inner_opt_state: of the wrapped optimizer.
       acc_grads: the mean (or sum) over the window so far; zeros where a window begins.
-      skip_state: what `should_skip_update_fn` returned beside its verdict.
+      skip_state: what `should_skip_update_fn` returned with its verdict.
       weight: float32 (float64 with such an accumulator), the sum of the weights in the window
         so far.
       skipped: int32, microbatches skipped since the beginning.
@@ -79,7 +79,7 @@ class MultiSteps:
       use_grad_mean: the mean; False for the sum (of weight × gradient, with weights).
       should_skip_update_fn: as in optax, for instance `optax.skip_not_finite`: a
         function of (gradients, gradient_step, params) that returns whether to
-        leave this microbatch out, and a tree to remember.  One left out touches
+        leave this microbatch out, and a tree to remember.  One left out changes
         nothing, and the window is as long as if it had never been.
       accumulator_dtype: what the gradients are summed in.  None takes each
         parameter's own.  Parameters of 64 bits keep theirs.

@@ -34,7 +34,7 @@ class Sink(Protocol):
 
     @property
     def arrays(self) -> Any:
-        """A tree of what `begin` reads beside the leaves; every device gets it whole."""
+        """A tree of what `begin` reads in addition to the leaves; every device gets it whole."""
         ...
 
     def with_arrays(self, arrays: Any) -> "Sink":
@@ -140,7 +140,7 @@ class Objective:
     def _value(
         self, size: int, shared: list[Any], split: list[Any], leaves: Any, carry: Any
     ) -> tuple[jax.Array, Any]:
-        """What is differentiated, and beside it the loss and the auxiliary outputs."""
+        """What is differentiated, and next to it the loss and the auxiliary outputs."""
         own = {
             **leaves,
             **dict(zip(self.params, shared, strict=True)),

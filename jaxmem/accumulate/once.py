@@ -1,7 +1,7 @@
 """A computation that runs or does not run, in the place of what it replaces.
 
 `lax.cond` says this, but XLA keeps operands and results of a conditional apart
-where a branch hands an operand through: around the state of an optimizer that is
+where a branch passes an operand through: around the state of an optimizer that is
 a copy of the whole state (seen on GPU: 3 copies for Adam and its accumulator; none
 on TPU).  A loop of no or one round is updated in place by every backend.  Its
 derivative is that of the conditional, which can be had in reverse as well.

@@ -50,7 +50,7 @@ class Parts:
         if carries != len(found.carry_argnums) or (carries and not has_aux):
             raise ValueError(
                 f'carry_argnums={found.carry_argnums} wants as many "carry" in aux=, and '
-                "has_aux=True: each microbatch returns, beside the loss, what the next one gets; "
+                "has_aux=True: each microbatch returns, after the loss, what the next one gets; "
                 f"got aux={aux!r} and has_aux={has_aux}"
             )
         if found.batch_sharding is not None and "last" in spec.modes:

@@ -43,7 +43,7 @@ class Weighted:
     Args:
       total: a real scalar, the sum over what the weight counts.
       weight: a real scalar of at least 0, such as the number of tokens.  It is held in
-        float32, and in float64 beside a total in float64.
+        float32, and in float64 with a total in float64.
 
     Raises:
       TypeError: one of them is not a real number.

@@ -61,9 +61,9 @@ def thinned(
         return list(points)
     kept: dict[int, tuple[int, int]] = {}
     for step, height in points:
-        stretch = step * most // max(length, 1)
-        if stretch not in kept or height > kept[stretch][1]:
-            kept[stretch] = (step, height)
+        interval = step * most // max(length, 1)
+        if interval not in kept or height > kept[interval][1]:
+            kept[interval] = (step, height)
     first = kept[min(kept)]
     return [(0, first[1]), *list(kept.values())[1:]]
 

@@ -44,13 +44,13 @@ class Plan(Saved):
 
     Attributes:
       length: number of layers, 0 or more.
-      kind: "none" keeps all tapes; "full" keeps all carries; "periodic" keeps
+      kind: "none" keeps all residuals; "full" keeps all carries; "periodic" keeps
         the carries at the cuts; "revolve" keeps `slots` carries; "keep" keeps single
         values of each layer.
       lengths: for "periodic", the segment length at each level, outermost first.
       slots: for "revolve", the number of carries, the initial state counted in.
-      layer: for "full", what each layer keeps besides its carry; for "periodic", what each
-        keeps of its tape while its segment is reversed.
+      layer: for "full", what each layer keeps in addition to its carry; for "periodic", what each
+        keeps of its residuals while its segment is reversed.
       carries: for "full", where the carries are kept.
       runs: for "keep", pairs of a number of layers and what each of them keeps, first to
         last; None for all that its backward reads.
@@ -87,13 +87,13 @@ class Plan(Saved):
     def periodic(
         cls, n: int, segments: int | Sequence[int] | None = None, levels: int = 1
     ) -> "Plan":
-        """Keep the carries between segments; compute a segment again for its backward.
+        """Keep the carries between segments; recompute a segment for its backward pass.
 
         Args:
           n: number of layers.
           segments: how many segments at most (several numbers: for each level).
             Where the number does not divide the length, the last one is shorter.
-            None cuts as if carry and tape were of equal size, sqrt(n) about.
+            None cuts as if carry and residuals were of equal size, sqrt(n) about.
           levels: how many times segments are cut again.  Levels for which
             `segments` gives no number are cut as None would.
 
@@ -175,7 +175,12 @@ class Plan(Saved):
         return sum(count for count, keep in self.runs if keep is not None)
 
     def bytes(self, carry_bytes: int, tape_bytes: int) -> int:
-        """Predicted bytes kept on the device at the peak, for layers of these sizes."""
+        """Predicted bytes kept on the device at the peak.
+
+        Args:
+          carry_bytes: of one layer's carry.
+          tape_bytes: of one layer's residuals.
+        """
         n = self.length
         if self.kind == "full":
             return (n * carry_bytes if self.carries == "device" else 0) + tape_bytes
@@ -350,7 +355,7 @@ def _fault(plan: Plan) -> tuple[str, str] | None:
     if not isinstance(plan.layer, LayerPolicy):
         return "layer", f"expected a policy for one layer (full, dots, names …), got {plan.layer!r}"
     if plan.kind == "periodic" and isinstance(plan.layer, policies.Keep):
-        pass  # of the tapes of a segment
+        pass  # of the residuals of a segment
     elif plan.kind != "full" and plan.layer != policies.Full():
         return "layer", f"only a plan of kind 'full' has one, and this one is {plan.kind!r}"
     if plan.carries not in _PLACES:

@@ -28,12 +28,12 @@ class NoRemat(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Sqrt(Policy):
-    """Keep every c-th carry and compute the segments between them again.
+    """Keep every c-th carry and recompute the segments between them.
 
     Attributes:
       segments: into how many segments the stack is cut, at most; one number for
         each level if several are given.  None takes the cut that needs the
-        fewest bytes for the layer's own carry and tape.
+        fewest bytes for the layer's own carry and residuals.
       levels: how many times the cut is nested; each level is one more forward,
         memory goes as (levels + 1) n^(1 / (levels + 1)).
     """

@@ -1,6 +1,6 @@
 """The layer of a stack: whose policy the stack runs under, and that the layer's own is spent.
 
-A decorated layer that something of jaxmem stacks hands its policy to the stack.
+A decorated layer that something of jaxmem stacks passes its policy to the stack.
 Inside the stack its own decorator then has nothing left to do, and saying so to
 the one object concerned (not to everything traced meanwhile) lets a decorated
 stack *within* that layer keep its policy.
@@ -46,7 +46,7 @@ def eager_call(
     """How a call is known again that need not be traced, as for `Call`; None to trace it.
 
     Args:
-      decided_by: what decides the trace beside arguments; called where it matters, and may raise
+      decided_by: what else than arguments decides the trace; called where it matters, may raise
         TypeError where nothing says it.
     """
     if _owners.get() or context.is_recording() or _jax.is_staged():

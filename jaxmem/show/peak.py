@@ -43,7 +43,7 @@ def pieces(report: "MemoryReport", peak: int, most: int) -> list[Piece]:
     return found
 
 
-def draw_beside(figure: "Figure", axes: "Axes", parts: list[Piece], peak: int) -> None:
+def draw_peak(figure: "Figure", axes: "Axes", parts: list[Piece], peak: int) -> None:
     """Fill the axes with the bar, and label its parts on the right."""
     axes.set_axis_off()
     axes.set_xlim(0, 1)

@@ -28,7 +28,7 @@ from jaxmem.show.figure import (
 from jaxmem.show.html import SHADES
 from jaxmem.show.labels import spread
 from jaxmem.show.loops import ROW, draw_loops, rows_needed
-from jaxmem.show.peak import draw_beside, pieces
+from jaxmem.show.peak import draw_peak, pieces
 from jaxmem.show.words import clean, cut
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class _Picture:
         self._area()
         self._axis()
         self._lines(marks)
-        draw_beside(self.figure, self.side, parts, self.peak)
+        draw_peak(self.figure, self.side, parts, self.peak)
         draw_loops(self.figure, self.axes, self.timeline)
 
     def _make_room(self, top: float) -> None:

@@ -97,7 +97,7 @@ class _Descent:
             return one_from(load(begins, segment), segment, size, state)
 
         def alone(segment: int, length: int, state: Cotangents) -> Cotangents:
-            # Outside a loop nothing else keeps a compiler from computing a segment again
+            # Outside a loop nothing else keeps a compiler from recomputing a segment
             # before the cotangents are there, next to what is live till then.
             begin, ct = lax.optimization_barrier((load(begins, segment), state.carry))
             return one_from(begin, segment, length, state._replace(carry=ct))

@@ -78,7 +78,7 @@ def pull(
     tape: Sequence[Any],
     into: Into = NOWHERE,
 ) -> Cotangents:
-    """One layer down: its gradient goes straight into its row of the stacked gradients."""
+    """One layer down: its gradient goes directly into its row of the stacked gradients."""
     consts, _, xs = layer.body.split_in(args)
     ct_y = form.at(ct_ys, step)
     pullback = interleaved_pullback if form.interleaved and layer.recomputes else Layer.pullback

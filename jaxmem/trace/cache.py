@@ -86,7 +86,7 @@ class Call:
 
     Attributes:
       traces: of what is called.
-      more: what decides the trace beside arguments.
+      more: what decides the trace, apart from arguments.
       look: what of Python's state a trace has changed, as plain data.
       again: that state, after a call that was not traced.
     """

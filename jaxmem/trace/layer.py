@@ -84,7 +84,7 @@ class Layer:
         layer policy that keeps single values knows them by their place here.
       places: of each of these.
       kept: places in `values` of what the tape holds; None for what it holds in vain.
-      recomputes: whether anything but what is cheap is computed from the tape again.
+      recomputes: whether anything but what is cheap is recomputed from the tape.
       on_host: how many values of the tape, its last ones, are stored on the host.
       taped: (consts, carry, x) -> `tape` with the y, under a jit.
 
@@ -354,8 +354,8 @@ def nbytes(aval: Any) -> int:
     return math.prod(d for d in aval.shape if isinstance(d, int)) * aval.dtype.itemsize
 
 
-# Operations that compilers fuse into what reads them; and those that are cheaper to do
-# again than to store the result of, when all they work on is parameters: no product,
+# Operations that compilers fuse into what reads them; and those that are cheaper to
+# recompute than to store the result of, when all they work on is parameters: no product,
 # no random bits.
 FUSED = frozenset(
     name

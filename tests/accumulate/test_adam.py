@@ -65,7 +65,7 @@ def moments(state: Any) -> Any:
     return found
 
 
-# ---------------------------------------------------------------- beside Adam
+# ---------------------------------------------------------------- next to Adam
 
 OPTIMIZERS = {
     "adam": (AdamA(0.03), optax.adam(0.03)),
@@ -492,7 +492,7 @@ def test_an_nnx_optimizer_says_which_variables() -> None:
     assert found["linear"]["kernel"] is found["norm"]["mean"] is False
 
 
-def test_keys_of_a_module_and_a_module_beside_the_parameters() -> None:
+def test_keys_of_a_module_and_a_module_next_to_the_parameters() -> None:
     """Dropout draws other numbers in each microbatch; what is not trained keeps its state, too."""
 
     class Noise(nnx.Module):

@@ -1,4 +1,4 @@
-"""`jaxmem.MultiSteps` beside `optax.MultiSteps`: the same where that is right, and right where not.
+"""`MultiSteps` next to that of optax: the same where that is right, and right where not.
 
 Shapes: n microbatches, k of them in a window.
 """
@@ -676,7 +676,7 @@ def test_a_negative_weight_that_is_not_known_is_nan() -> None:
     assert np.isnan(updates["bias"]).all()
 
 
-def test_weights_beside_float64_are_summed_in_float64() -> None:
+def test_weights_with_float64_are_summed_in_float64() -> None:
     """In float32 2²⁴ + 1 is 2²⁴."""
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), PARAMS)

@@ -410,7 +410,7 @@ def test_memory_one_accumulator_where_layers_are_scanned(where: str) -> None:
     plain = 4.0 if where == "tpu" else needed(where, "plain", "scan")
     assert needed(where, "ours", "scan") <= plain + 1.005
     # On the CPU a reduction is not fused with what it reduces: `optax.skip_not_finite`
-    # counts in int32 there, which for one leaf of all layers is 1 beside gradients, state
+    # counts in int32 there, which for one leaf of all layers is 1 next to gradients, state
     # and accumulator.
     bound = plain + 1 if where != "cpu" else max(plain + 1, 3 + 1 + 1 + 1)
     assert needed(where, "skip", "scan") <= bound + 0.005
@@ -435,7 +435,7 @@ ORDERS = [
 def test_memory_no_more_than_optax_where_layers_are_separate(
     where: str, side: int, order: tuple[int, ...]
 ) -> None:
-    """To less than half a leaf: a TPU keeps activations on the chip or beside it as it likes."""
+    """To less than half a leaf: a TPU keeps activations on the chip or outside it as it likes."""
     params = [jax.ShapeDtypeStruct((side, side), jnp.float32)] * len(order)
     size = len(order) * side * side * 4
 

@@ -111,7 +111,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         raised(mean_loss, {"kernel": jnp.ones((F, 4), int), "scale": jnp.ones(4)}, BATCH),
         TypeError,
         "w/kernel is int32[3, 4], which has no gradient; pass argnums= of floating-point arguments "
-        "only. Where an argument holds others beside them, partition it (as equinox.partition "
+        "only. Where an argument holds others as well, partition it (as equinox.partition "
         "does), pass the rest as an argument of its own, and combine both in the function",
     ),
     "words among parameters": (
@@ -198,7 +198,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "words of another tree": (
         raised(with_aux(lambda w, batch: {"loss": 1.0}), has_aux=True, aux={"acc": "mean"}),
         ValueError,
-        "aux={'acc': 'mean'} does not fit what fun returns beside the loss",
+        "aux={'acc': 'mean'} does not fit what fun returns next to the loss",
     ),
     "concat of something else": (
         raised(with_aux(lambda w, batch: {"a": w["scale"][:2]}), has_aux=True, aux="concat"),
@@ -225,7 +225,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         raised(mean_loss, W, BATCH, STATE, carry_argnums=2),
         ValueError,
         'carry_argnums=(2,) wants as many "carry" in aux=, and has_aux=True: each microbatch '
-        "returns, beside the loss, what the next one gets; got aux='stack' and has_aux=False",
+        "returns, after the loss, what the next one gets; got aux='stack' and has_aux=False",
     ),
     "carry of another dtype": (
         raised(carrying(lambda s: s | {"a": s["a"].astype(jnp.float16)}), W, BATCH, STATE, **CARRY),

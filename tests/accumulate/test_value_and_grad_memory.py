@@ -86,6 +86,6 @@ def test_memory_is_that_of_a_scan_by_hand_or_less(
     found = required(where, ours, scanned)
     small = 2**16 / P  # scalars, which on TPUs are tiles
     hand = required(where, by_hand(mean, 8), scanned)
-    # Stacked parameters have no gradient beside the accumulator.
+    # Stacked parameters have no gradient next to the accumulator.
     assert found <= (hand - 0.85 if scanned else hand + small)
     assert found <= required(where, by_optax(mean, 8), scanned) + small

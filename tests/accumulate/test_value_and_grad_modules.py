@@ -197,7 +197,7 @@ def test_modules_that_share_a_variable_are_refused() -> None:
         jaxmem.value_and_grad(net_loss)(model=first, batch=BATCH)
 
 
-def test_arguments_beside_a_module_by_name_and_from_the_end() -> None:
+def test_arguments_next_to_a_module_by_name_and_from_the_end() -> None:
     expected = nnx.value_and_grad(net_loss)(Net(), BATCH)
     near(jaxmem.value_and_grad(net_loss, microbatches=1)(Net(), batch=BATCH), expected)
     ours = jaxmem.value_and_grad(net_loss, -2, microbatches=1, batch_argnums=-1)
@@ -355,7 +355,7 @@ def test_with_multi_steps_outside_and_donated_states() -> None:
     near(params, optax.apply_updates(W, updates), 1e-5)
 
 
-def test_value_beside_aux_and_a_bfloat16_model() -> None:
+def test_value_next_to_aux_and_a_bfloat16_model() -> None:
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (W, BATCH))
 
     def loss(w: Any, batch: Any) -> Any:

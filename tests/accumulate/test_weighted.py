@@ -218,7 +218,7 @@ def test_of_a_microbatch_without_weight_or_total_only_what_is_finite_counts(tota
     chex.assert_trees_all_close((value, gradient), expected, rtol=3e-6, atol=3e-6)
 
 
-def test_nan_beside_a_total_that_counts_is_not_hidden() -> None:
+def test_nan_next_to_a_total_that_counts_is_not_hidden() -> None:
     def loss(w: jax.Array, batch: Any) -> Weighted:
         total, some = focal(w, batch).terms[0]
         return Weighted(total + 0 * jnp.sqrt(w[0] - w[0]), some)
@@ -230,7 +230,7 @@ def test_nan_beside_a_total_that_counts_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("terms", [1, 2])
-def test_weights_beside_float64_are_summed_in_float64(terms: int) -> None:
+def test_weights_with_float64_are_summed_in_float64(terms: int) -> None:
     """In float32 2²⁴ + 1 is 2²⁴."""
     with jax.enable_x64(True):
         x = np.random.default_rng(1).standard_normal((12, 3))

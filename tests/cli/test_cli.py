@@ -105,8 +105,8 @@ def test_a_job_that_cannot_be_had_says_why(where: str, message: str):
 def test_a_job_is_found_by_module_file_and_default_name(tmp_path: Path):
     file = tmp_path / "my_job.py"
     text = Path(TRAINING).read_text()
-    file.write_text(text.replace('"""Jobs', 'import beside\n"""Jobs'))
-    (tmp_path / "beside.py").write_text("")
+    file.write_text(text.replace('"""Jobs', 'import neighbour\n"""Jobs'))
+    (tmp_path / "neighbour.py").write_text("")
     here = command("report", "my_job", "--json", cwd=tmp_path)
     assert here.returncode == 0, here.stderr
     there = command("report", str(file), "--json")

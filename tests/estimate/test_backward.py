@@ -56,7 +56,7 @@ def test_what_is_read_was_made_before(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_computed_again_once(shape: str) -> None:
+def test_products_are_recomputed_once(shape: str) -> None:
     for layer in layers(shape):
         ways = backward_of(layer), backward_of(layer, interleaved=True)
         few, many = ([str(e.primitive) for e in way.closed.jaxpr.eqns] for way in ways)
@@ -119,7 +119,7 @@ def test_thin_products_are_computed_for_each_reader() -> None:
     assert again(3) > 2
 
 
-def test_chains_of_thin_products_are_computed_again_once() -> None:
+def test_chains_of_thin_products_are_recomputed_once() -> None:
     """Else each would be again with all before it, for each that reads it."""
 
     def deep(ws: list[jax.Array], h: jax.Array) -> jax.Array:
@@ -168,7 +168,7 @@ def test_gradients_are_those_of_the_layer(shape: str) -> None:
 # ---------------------------------------------------------------- memory
 
 
-def test_what_waits_is_not_alive_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_is_not_live_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are kept, and norms between them recomputed: each in its turn, one at a time."""
 
     def fn(ws, h):

@@ -45,7 +45,7 @@ def count(fn: Callable[..., Any], *args: Any) -> Costs:
 
 
 def gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the sum of all results, with respect to all arguments, beside the value."""
+    """Of the sum of all results, with respect to all arguments, with the value."""
 
     def total(args: Any) -> Any:
         return sum(leaf.sum() for leaf in jax.tree.leaves(fn(*args)))

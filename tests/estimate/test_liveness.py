@@ -88,7 +88,7 @@ def test_what_others_hold_too_is_there_to_the_end():
     assert live(thrice, X, X, held=[0], live_to_end=[0]) == 3
 
 
-def test_parts_that_are_parted_stand_beside_the_whole():
+def test_parts_that_are_split_are_live_next_to_the_whole():
     def halves(x):
         return jnp.split(x @ x, 2)
 
@@ -148,7 +148,7 @@ def test_what_is_elementwise_is_computed_inside_of_products_where_they_do_that()
     assert live(lambda x: jnp.sin(x @ x) @ x + jnp.sin(x @ x).cumsum(0), X, fuses=True) == 3
 
 
-def test_what_is_summed_up_besides_is_made_in_the_place_of_the_product_unless_it_needs_the_sum():
+def test_what_is_also_summed_up_is_made_in_the_place_of_the_product_unless_it_needs_the_sum():
     def summed(x, divided):
         first = x @ x
         total = first.sum()
@@ -207,7 +207,7 @@ def test_what_products_read_transposed_is_laid_out_anew_with_all_that_it_follows
         assert layout_copies(jax.make_jaxpr(product)(X, X).jaxpr) == set()
     copies = {"copied": [tape, mask], "fuses_operands": True}
     assert peak_live_bytes(closed, **copies) == SIZE + SIZE // 4 + 64 * 4
-    # While the one is read, which is beside its slice then.
+    # While the one is read, which is next to its slice then.
     assert peak_live_bytes(closed, **copies, layout_copies=[tape, mask]) == 2 * SIZE
 
 

@@ -103,7 +103,7 @@ def test_what_could_not_be_compiled_is_said() -> None:
 # ---------------------------------------------------------------- time, tables, pictures
 
 
-def test_steps_are_timed_beside_the_loop_by_hand() -> None:
+def test_steps_are_timed_next_to_the_loop_by_hand() -> None:
     rows = speed.rows(small(memory.scanned), 3, (forms.OURS, forms.BY_HAND, forms.MULTI_STEPS))
     assert [row.form for row in rows] == [forms.OURS.name, forms.BY_HAND.name]
     assert rows[1].value == 1

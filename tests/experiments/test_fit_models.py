@@ -66,7 +66,7 @@ def test_budgets_between_the_least_and_everything_kept(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_has_a_ladder_that_falls(model: str) -> None:
+def test_every_model_has_a_front_that_falls(model: str) -> None:
     """Traced for an accelerator and solved, not compiled."""
     job = MODELS[model]()
     target = "v5e-16g" if ONLY_FOR.get(model) == "tpu" else TARGET
@@ -138,7 +138,7 @@ def test_a_budget_on_a_tpu() -> None:
         for model, where in ONLY_FOR.items()
     ],
 )
-def test_attention_in_one_kernel_is_kept_rather_than_computed_again(model: str) -> None:
+def test_attention_in_one_kernel_is_kept_rather_than_recomputed(model: str) -> None:
     """Its result and the row sums that its gradient needs, at a budget that has room for them."""
     small = {"batch": 8, "sequence": 1024, "width": 512, "layers": 4, "heads": 4}
     job = MODELS[model](**small)

@@ -26,9 +26,9 @@ from matplotlib import image
 
 import jaxmem
 from jaxmem import policies
-from lm import data, linen_model, model
+from lm import comparison, data, linen_model, model
 from lm.config import Config, UserError
-from lm.program import State, build, initial, optimizer
+from lm.program import Program, State, build, initial, optimizer
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "train_lm.py"
 SMALL: dict[str, Any] = {
@@ -58,6 +58,20 @@ def environment() -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+@pytest.fixture(autouse=True)
+def built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process has compiled is not compiled again, from one run of a test to the next."""
+    known: dict[Any, Program] = {}
+    build_quietly = comparison.build_quietly
+
+    def built(config: Config, policy: policies.Policy) -> Program:
+        if (key := (json.dumps(config.identity()), policy)) not in known:
+            known[key] = build_quietly(config, policy)
+        return known[key]
+
+    monkeypatch.setattr(comparison, "build_quietly", built)
 
 
 def run(capsys: pytest.CaptureFixture[str], **options: Any) -> str:

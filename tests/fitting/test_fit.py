@@ -158,9 +158,8 @@ def test_few_compiles_and_one_line_for_each(capfd: pytest.CaptureFixture[str]) -
 
 
 SCRIPT = """
-import jax, jaxmem
-from test_fit import specs, step
-print(jaxmem.fit(step, *specs(), budget="4MiB", progress=False).plan.to_json())
+from test_fit import fit, specs, step
+print(fit(step, *specs(), budget="4MiB").plan.to_json())
 """
 
 
@@ -272,7 +271,7 @@ def test_a_plan_is_not_saved_where_there_is_no_folder(tmp_path: Path) -> None:
 def _short_of_memory(
     monkeypatch: pytest.MonkeyPatch, work: float, candidates: int | None = None
 ) -> list[jaxmem.MemoryReport]:
-    """Have the compiler say of the first plans that it computed more again than was asked for."""
+    """Have the compiler say of the first plans that it recomputed more than was asked for."""
     compiled, first = CompileRequest.report, problem(step, *specs())
     plans = [first.plan(candidate) for candidate in range(len(first.front))][:candidates]
     told: list[jaxmem.MemoryReport] = []
@@ -290,7 +289,7 @@ def _short_of_memory(
     return told
 
 
-def test_a_plan_that_fits_since_the_compiler_computes_again_is_not_the_fastest(
+def test_a_plan_that_fits_since_the_compiler_recomputes_is_not_the_fastest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = _short_of_memory(monkeypatch, 1.5, candidates=1)
@@ -300,7 +299,7 @@ def test_a_plan_that_fits_since_the_compiler_computes_again_is_not_the_fastest(
     assert (fitted.report.matmul_flops or 0) < (told[0].matmul_flops or 0)
 
 
-def test_what_the_compiler_computes_again_is_taken_where_it_is_less_or_all_that_fits(
+def test_what_the_compiler_recomputes_is_taken_where_it_is_less_or_all_that_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
@@ -495,7 +494,7 @@ def changed(data: Any, at: tuple[Any, ...], to: Any, how: str) -> Any:
     return new
 
 
-STRAIGHT_PLAN = """{"jaxmem_step_plan": 2, "target": "", "versions": [["jax", "1"]], "regions": [
+UNROLLED_PLAN = """{"jaxmem_step_plan": 2, "target": "", "versions": [["jax", "1"]], "regions": [
 {"layer": "d", "inputs": ["float32[2]"], "where": "f", "plan": {"unrolled": {"length": 9, "pieces":
 [{"first": 0, "last": 4, "inner": [{"first": 0, "last": 4, "keep": [2], "offload": [3]}]},
 {"first": 4, "last": 9}]}}}]}"""
@@ -504,7 +503,7 @@ STRAIGHT_PLAN = """{"jaxmem_step_plan": 2, "target": "", "versions": [["jax", "1
 @given(st.data())
 @settings(deadline=None, derandomize=True, max_examples=300)
 def test_damaged_plans_are_refused_and_nothing_else_happens(data: st.DataObject) -> None:
-    text = data.draw(st.sampled_from([fitted_once().plan.to_json(), STRAIGHT_PLAN]))
+    text = data.draw(st.sampled_from([fitted_once().plan.to_json(), UNROLLED_PLAN]))
     whole = json.loads(text)
     for _ in range(data.draw(st.integers(1, 2))):
         at = data.draw(st.sampled_from(list(paths(whole))))

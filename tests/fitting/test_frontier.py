@@ -195,7 +195,7 @@ def test_the_picture(tmp_path: Path):
         found().plot(tmp_path / "frontier.pdf")
 
 
-def test_a_step_without_matrix_work_has_a_table_and_no_picture():
+def test_a_step_without_matmul_flops_has_a_table_and_no_picture():
     @jaxmem.remat_auto
     def run(h):
         return jax.lax.scan(lambda h, _: (jnp.sin(jnp.cumsum(h)), None), h, None, length=9)[0].sum()

@@ -350,7 +350,7 @@ def int_carry(n: int, rng: Rng) -> Problem:
 
 @_model
 def sown(n: int, rng: Rng) -> Problem:
-    """Each layer hands out its activations, which are penalised, and a statistic, which is not."""
+    """Each layer returns its activations, which are penalised, and a statistic, which is not."""
 
     def layer(h: Any, p: Any) -> Any:
         h = _residual(h, p)

@@ -364,7 +364,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int, int]] = {
 
 @pytest.mark.parametrize("where", PLATFORMS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_matrix_work_is_what_the_mathematics_says(program: str, where: str):
+def test_matmul_flops_are_what_the_mathematics_says(program: str, where: str):
     fn, specs, total, recomputed = PROGRAMS[program]
     module = hlo.parse(compiled(where, fn, *specs).hlo)
     assert hlo_flops.matmul_flops(module) == (total, recomputed, 0)

@@ -344,7 +344,7 @@ def attention_step() -> tuple[Any, Any]:
     return jax.grad(loss, (0, 1)), (params, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))
 
 
-def test_what_is_computed_again_and_kept_is_what_the_plan_says() -> None:
+def test_what_is_recomputed_and_kept_is_what_the_plan_says() -> None:
     """Matrix products in the compiled program: those of everything kept, and the plan's more."""
     step, args = attention_step()
     found, ask = problem(step, *args), question(step, *args)

@@ -33,7 +33,7 @@ squash.defvjp(lambda h: (jnp.tanh(h), h), lambda h, ct: (ct * (1 - jnp.tanh(h) *
 
 
 def one_to_one(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-    """A layer whose tape is its carry, no more."""
+    """A layer whose residuals are its carry, no more."""
     return squash(h + w), None
 
 
@@ -119,7 +119,7 @@ def test_full_is_the_hand_written_form() -> None:
 
 
 def test_the_best_segment_depends_on_the_sizes() -> None:
-    """A layer whose tape is many carries is cut into shorter segments than sqrt(n)."""
+    """A layer whose residuals are many carries is cut into shorter segments than sqrt(n)."""
 
     def wide(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         a = jnp.sin(jnp.repeat(h, 8, axis=-1))
@@ -174,7 +174,7 @@ Y_BYTES = 2048 * 256 * 4
 @pytest.mark.parametrize("cut", CUTS)
 def test_no_plan_copies_ys(cut: str, n: int) -> None:
     heavy = functools.partial(temporaries, n=n, layer=with_large_y, carry=(4, 16))
-    # No remat keeps residuals of the ys besides; ours may at most hold a layer's worth more.
+    # No remat keeps residuals of the ys as well; ours may at most hold a layer's worth more.
     least = 2 * n * Y_BYTES
     if cut == "dots":
         assert heavy(CUTS[cut](n)) <= heavy("none")
