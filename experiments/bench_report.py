@@ -66,7 +66,7 @@ class Options:
 
 
 def seconds_of_report(job: jaxmem.Job, target: str) -> dict[str, float]:
-    """Of the first report, and of the same again, beside the export that any report takes."""
+    """Of the first report, and of the same again, without the export that any report takes."""
     first = timed(lambda: job.report(target, suggest=False))
     again, exports = [], []
     for _ in range(5):

@@ -246,9 +246,9 @@ def _down(p: Tree, maps: Maps) -> Maps:
 
 
 def _up(p: Tree, maps: Maps) -> Maps:
-    x, beside, *rest = maps
+    x, skip, *rest = maps
     x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
-    return (_twice(jnp.concatenate([beside, x], -1), p), *rest)
+    return (_twice(jnp.concatenate([skip, x], -1), p), *rest)
 
 
 def _out(p: Tree, maps: Maps) -> Maps:

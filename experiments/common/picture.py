@@ -17,14 +17,19 @@ COLOURS = (OURS, HAND, PEER, "#CC79A7", "#E69F00", "#56B4E9", PLAIN)
 
 @contextlib.contextmanager
 def drawn(
-    path: Path, message: str, width: float = 7.0, height: float = 4.2, across: int = 1
+    path: Path,
+    message: str,
+    width: float = 7.0,
+    height: float = 4.2,
+    across: int = 1,
+    down: int = 1,
 ) -> Iterator[list["Axes"]]:
-    """Axes to draw on, side by side; written to `path`, a PNG, when they are done.
+    """Axes to draw on, row after row; written to `path`, a PNG, when they are done.
 
     Args:
       message: what a reader should take away, in a line.
       width, height: in inches, of the whole picture.
-      across: how many axes.
+      across, down: how many axes.
     """
     with matplotlib_defaults():
         import matplotlib
@@ -32,7 +37,7 @@ def drawn(
         matplotlib.rcParams.update({"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK})
         figure = new_figure(width, height, 200)
         figure.set_layout_engine("constrained")
-        found = figure.subplots(1, across, squeeze=False)[0]
+        found = figure.subplots(down, across, squeeze=False).ravel()
         figure.suptitle(message, x=0.01, ha="left", fontsize=11, fontweight="bold")
         for axes in found:
             axes.spines[["top", "right"]].set_visible(False)
