@@ -9,6 +9,7 @@ parameters differ between releases (`jaxprs`); and primitives with rules of thei
 import jaxmem._jax.memory
 import jaxmem._jax.rules  # noqa: F401  (the primitives get their rules)
 from jaxmem._jax.digests import digest as digest
+from jaxmem._jax.digests import held_by as held_by
 from jaxmem._jax.digests import operation_digest as operation_digest
 from jaxmem._jax.digests import place_name as place_name
 from jaxmem._jax.digests import place_named_by as place_named_by

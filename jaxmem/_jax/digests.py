@@ -1,14 +1,17 @@
 """What tells one jaxpr from another, in every process alike."""
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax._src import core
 from jax.extend.core import ClosedJaxpr
 
-from jaxmem._jax.jaxprs import as_closed, is_literal, name_given_by
+from jaxmem._jax.jaxprs import all_subjaxprs, as_closed, is_literal, name_given_by
 from jaxmem._jax.types import Eqn
 
 
@@ -26,6 +29,28 @@ def operation_digest(eqn: Eqn) -> str:
     ins, outs = ([str(atom.aval) for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     return f"{eqn.primitive.name} {ins} {outs} {_canonical(eqn.params)}"
 
+
+def held_by(eqn: Eqn) -> tuple[int, ...]:
+    """What an operation holds that no digest shows: constants, functions that may hold values.
+
+    By identity: equal only where it is the same.  jax's own functions hold nothing.
+    """
+    subs = all_subjaxprs(eqn)
+    jaxs_own = all(_JAX in str(sub.jaxpr.debug_info.func_src_info) for sub in subs)
+    has_rules = any(hasattr(value, "call_wrapped") for value in eqn.params.values())
+    found = [id(eqn)] if has_rules and not jaxs_own else []
+    for value in eqn.params.values():
+        code = getattr(value, "__code__", None)
+        if isinstance(value, functools.partial) or (code and _JAX not in code.co_filename):
+            found.append(id(value))
+    for sub in subs:
+        found += map(id, sub.consts)
+        for inner in sub.jaxpr.eqns:
+            found += held_by(inner)
+    return tuple(found)
+
+
+_JAX = str(Path(jax.__file__).parent)
 
 # Names of this kind tell places in the code.
 _PLACE_NAME = "jaxmem_operation_"

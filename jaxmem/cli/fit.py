@@ -78,6 +78,12 @@ _File = click.Path(dir_okay=False, path_type=Path)
     metavar="NUMBER",
     help="How many times the step may be compiled to find the plan.",
 )
+@click.option(
+    "--max-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Take the best plan so far after this time, once one fits.",
+)
 @set_option
 @timeout_option
 @cache_option
@@ -93,6 +99,7 @@ def fit(
     offload: bool,
     cost: str,
     max_compiles: int,
+    max_seconds: float | None,
     settings: tuple[tuple[str, str], ...],
     timeout: float,
     no_cache: bool,
@@ -113,7 +120,8 @@ def fit(
     }
     with results_only():
         job = _job(where, settings)
-        found = _fitted(job, budget, max_compiles, options)
+        limits = {"max_compiles": max_compiles, "max_seconds": max_seconds}
+        found = _fitted(job, budget, {**options, **limits})
     fits = not isinstance(found, Exception)
     if as_json:
         emit_json(_data(found, budget, explain))
@@ -145,9 +153,7 @@ def _job(where: str, settings: tuple[tuple[str, str], ...]) -> "Job":
     return job
 
 
-def _fitted(
-    job: "Job", budget: int, max_compiles: int, options: dict[str, Any]
-) -> "Fitted | BudgetError":
+def _fitted(job: "Job", budget: int, options: dict[str, Any]) -> "Fitted | BudgetError":
     from jaxmem.errors import BudgetError
     from jaxmem.fitting import fit as function
 
@@ -156,7 +162,6 @@ def _fitted(
             job.step,
             *job.args,
             budget=budget,
-            max_compiles=max_compiles,
             donate_argnums=job.donate_argnums,
             static_argnums=job.static_argnums,
             **options,

@@ -12,7 +12,7 @@ from jaxmem import _jax
 from jaxmem.errors import NoEffectWarning, warn
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.regions import Region, stack_region, unrolled_region
-from jaxmem.fitting.turn import turn_bytes
+from jaxmem.fitting.turn import Turn, turn_of
 from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, uses
 from jaxmem.policies import ByLayer
 from jaxmem.trace import context
@@ -60,9 +60,9 @@ class Collector(ByLayer):
             # What was differentiated while the step was traced, and is not found, may yet be there.
             region.uses = found.get(key, NOWHERE if key in superseded else ONCE)
 
-    def turn_bytes(self, closed: Any) -> int:
-        """Live where the step turns from the forward to the backward pass of its regions."""
-        return turn_bytes(closed, self._regions, self.roofline)
+    def turn(self, closed: Any) -> Turn:
+        """Where the step turns from the forward to the backward pass of its regions."""
+        return turn_of(closed, self._regions, self.roofline)
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""

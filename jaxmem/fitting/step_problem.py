@@ -134,8 +134,9 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     ]
     # Of regions that compute the same the copies are made one after the other.
     others = fixed + gradients + sum(region.param_copies for region in regions)
-    turn = collector.turn_bytes(program.jaxpr)
-    whole = pareto_front(options, turn_bytes=turn)
+    turn = collector.turn(program.jaxpr)
+    counted = several and isinstance(regions[-1], UnrolledRegion)  # what the last one gives
+    whole = pareto_front(options, turn_bytes=turn.bytes - counted * turn.given_bytes)
     front = thinned_front(whole, others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
     return StepProblem(program, regions, candidates, front, whole, others, _devices(ask), name)

@@ -4,6 +4,7 @@ The loss of a model stands there, which is often the largest array of all: logit
 their softmax, its gradient.  No plan changes that, and every plan has it next to all that it keeps.
 """
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,12 +14,24 @@ from jaxmem import _jax
 from jaxmem.estimate.liveness import peak_live_bytes
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.uses import Way, scopes_in, way_of
+from jaxmem.trace.layer import nbytes
 
 
-def turn_bytes(closed: ClosedJaxpr, scopes: Collection[str], roofline: Roofline) -> int:
-    """Bytes live at the peak between the forward and the backward pass of the last region.
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Bytes live between the forward and the backward pass of the last region of a step.
 
-    Of what is computed; 0 where there is no such place, as in a loop over microbatches.
+    Attributes:
+      bytes: at the peak, of what is computed.
+      given_bytes: what it reads of what was computed before, the results of regions.
+    """
+
+    bytes: int = 0
+    given_bytes: int = 0
+
+
+def turn_of(closed: ClosedJaxpr, scopes: Collection[str], roofline: Roofline) -> Turn:
+    """Where a step turns; nothing where there is no such place, as in a loop over microbatches.
 
     Args:
       closed: the jaxpr of a step.
@@ -32,12 +45,12 @@ def turn_bytes(closed: ClosedJaxpr, scopes: Collection[str], roofline: Roofline)
             break
         inner = [sub.jaxpr for sub in _jax.all_subjaxprs(both[-1])]
         if _jax.is_scan(both[-1]) or len(inner) != 1:
-            return 0
+            return Turn()
         jaxpr = inner[0]
     back = next((at for at, found in enumerate(ways) if "back" in found), None)
     there = next((at for at in range(back or 0)[::-1] if "there" in ways[at]), None)
     if back is None or there is None or back == there + 1:
-        return 0
+        return Turn()
     before = {var for eqn in jaxpr.eqns[: there + 1] for var in eqn.outvars}
     between = jaxpr.eqns[there + 1 : back]
     reads = dict.fromkeys(a for eqn in between for a in eqn.invars if _jax.is_var(a))
@@ -47,12 +60,14 @@ def turn_bytes(closed: ClosedJaxpr, scopes: Collection[str], roofline: Roofline)
     given = [var for var in reads if var not in made]
     piece = _jax.inlined(_jax.piece_of(jaxpr, between, given, made & later))
     own = zip(piece.jaxpr.invars, given, strict=True)
-    return peak_live_bytes(
+    held = [var for var, outer in own if outer in before]
+    peak = peak_live_bytes(
         _jax.with_equations(piece, _simplified(piece.jaxpr.eqns)),
-        held=[var for var, outer in own if outer in before],
+        held=held,
         fuses_operands=roofline.fuses_operands,
         calls_libraries=roofline.calls_libraries,
     )
+    return Turn(peak, sum(nbytes(var.aval) for var in held))
 
 
 # ---------------------------------------------------------------- implementation

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from jaxmem.solve.pareto import pareto_optimal
 from jaxmem.solve.stages import (
     NO_MERGED,
     Carried,
@@ -49,11 +50,7 @@ class ChainTable:
     """The plans for one chain that no other one found beats in both bytes and seconds."""
 
     def __init__(self, found: Iterable[tuple[int, float, Callable[[], Steps]]]):
-        self._found: list[tuple[int, float, Callable[[], Steps]]] = []
-        for point in sorted(found, key=lambda point: point[:2]):
-            # Sums of the same seconds in another order differ in the last digits.
-            if not self._found or point[1] < self._found[-1][1] * (1 - 1e-12):
-                self._found.append(point)
+        self._found = pareto_optimal(found, lambda point: (point[1], point[0]))[::-1]
 
     def plan(self, budget: int) -> ChainPlan | None:
         """The fastest plan within `budget` bytes, None if there is none."""

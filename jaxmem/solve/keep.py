@@ -25,6 +25,7 @@ import math
 import time
 
 from jaxmem.solve.cover import Keep, Model
+from jaxmem.solve.pareto import pareto_optimal
 from jaxmem.solve.presolve import reduced
 from jaxmem.solve.problem import Graph
 
@@ -117,7 +118,7 @@ def menu(graph: Graph, points: int = 12, time_limit: float = 60.0) -> tuple[Keep
             at[new.bytes] = new
             open_gap(low, at[below].seconds, new)
         open_gap(budget, new.seconds, at[high])
-    return _pareto(at.values())
+    return tuple(pareto_optimal(at.values(), _cost))
 
 
 # ---------------------------------------------------------------- implementation
@@ -175,16 +176,11 @@ def _corners(graph: Graph) -> tuple[Keep, ...]:
             pending += [(middle, right), (left, middle)]
         else:
             found.append(right)
-    return _pareto(found)
+    return tuple(pareto_optimal(found, _cost))
 
 
-def _pareto(keeps) -> tuple[Keep, ...]:
-    """Those that no other beats in both, fastest first."""
-    chosen: list[Keep] = []
-    for keep in sorted(keeps, key=lambda keep: (keep.bytes, keep.seconds)):
-        if not chosen or (keep.bytes > chosen[-1].bytes and keep.seconds < chosen[-1].seconds):
-            chosen.append(keep)
-    return tuple(reversed(chosen))
+def _cost(keep: Keep) -> tuple[float, int]:
+    return keep.seconds, keep.bytes
 
 
 def _impossible(graph: Graph) -> str:

@@ -12,11 +12,12 @@ them: with two or three runs of layers there are some ten thousand.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
+from jaxmem.solve.pareto import pareto_optimal
 from jaxmem.solve.periodic import evaluations, shortest_segments
 from jaxmem.solve.revolve import extra_steps
 
@@ -109,17 +110,13 @@ def candidates(
     return pareto(found, others)
 
 
-def pareto(found: Sequence[Candidate], others: int = 0) -> tuple[Candidate, ...]:
+def pareto(found: Iterable[Candidate], others: int = 0) -> tuple[Candidate, ...]:
     """Those that no other one beats in both bytes and seconds, fastest first."""
 
-    def order(one: Candidate) -> tuple[int, float, int]:
-        return one.bytes + others * one.kept_bytes, one.seconds, len(one.runs)
+    def cost(one: Candidate) -> tuple[float, int]:
+        return one.seconds, one.bytes + others * one.kept_bytes
 
-    best: list[Candidate] = []
-    for one in sorted(found, key=order):
-        if not best or one.seconds < best[-1].seconds:
-            best.append(one)
-    return tuple(reversed(best))
+    return tuple(pareto_optimal(found, cost, rank=lambda one: len(one.runs)))
 
 
 # ---------------------------------------------------------------- implementation

@@ -9,9 +9,10 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
+from jaxmem.solve.pareto import pareto_optimal
 from jaxmem.solve.stacks import Candidate
 
 T = TypeVar("T")
@@ -35,18 +36,6 @@ class StepCandidate:
     picks: tuple[int, ...]
     kept_bytes: int = 0
 
-
-class _Held(Protocol):
-    """A plan with its bytes at the peak, and those live after the forward pass."""
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def kept_bytes(self) -> int: ...
-
-
-P = TypeVar("P", bound=_Held)
 
 # ---------------------------------------------------------------- API
 
@@ -81,8 +70,7 @@ def pareto_front(
             for candidate in found
             for place, c in offered
         ]
-        grown.sort(key=lambda candidate: (candidate.seconds, candidate.bytes, candidate.kept_bytes))
-        found = pareto_optimal(grown, held=not last)
+        found = pareto_optimal(grown, _cost if last else _cost_of_part)
         found = found if last else _thinned(found, found, most)
     return tuple(found)
 
@@ -126,25 +114,16 @@ def thinned_front(
     return tuple(front[k] for k in thinned)
 
 
-def pareto_optimal(plans: Iterable[P], held: bool) -> list[P]:
-    """Those that no faster one beats in bytes and, if `held`, in what stays live.
-
-    Args:
-      plans: fastest first.
-    """
-    best: list[P] = []
-    front: list[tuple[int, int]] = []  # (bytes, kept bytes) of those so far, none beats another
-    for plan in plans:
-        key = plan.bytes, plan.kept_bytes if held else 0
-        if any(a <= key[0] and b <= key[1] for a, b in front):
-            continue
-        front = [(a, b) for a, b in front if not (key[0] <= a and key[1] <= b)]
-        front.append(key)
-        best.append(plan)
-    return best
-
-
 # ---------------------------------------------------------------- implementation
+
+
+def _cost(plan: StepCandidate) -> tuple[float, int]:
+    return plan.seconds, plan.bytes
+
+
+def _cost_of_part(plan: StepCandidate) -> tuple[float, int, int]:
+    """What is kept is live while what follows runs."""
+    return plan.seconds, plan.bytes, plan.kept_bytes
 
 
 def _thinned(items: Sequence[T], sizes: Sequence[StepCandidate | Candidate], most: int) -> list[T]:

@@ -21,7 +21,7 @@ from jaxmem.solve.chain import (
     peak_bytes,
     solve_chain,
 )
-from jaxmem.solve.steps import pareto_optimal
+from jaxmem.solve.pareto import pareto_optimal
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.code import Code
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
@@ -113,7 +113,7 @@ class Chain:
         if several:
             ways += [self._again(plan) for plan in self.found]
         plans = (self._held(plan, several, stacked) for plan in ways)
-        return pareto_optimal(sorted(plans, key=_order), held=several)
+        return pareto_optimal(plans, _cost_of_part if several else _cost)
 
     def plan(self, steps: Sequence[Kept | Recomputed]) -> UnrolledPlan:
         """A plan of the chain as one of the code."""
@@ -165,10 +165,10 @@ class Chain:
           stacked: whether these are the layers of a scan, which stacks what they hold.
         """
         jaxpr, given = self.code.closed.jaxpr, self.code.given
-        results = {var for var in jaxpr.outvars if _jax.is_var(var)} - given if several else set()
+        results = {var for var in jaxpr.outvars if _jax.is_var(var)} - given
         held: set[Any] = set()
-        kept = result_bytes = sum(nbytes(var.aval) for var in results)
-        given_bytes = result_bytes if several else 0  # by one that was before
+        # Of one that was before; what reads the results of the last one counts them.
+        kept = given_bytes = sum(nbytes(var.aval) for var in results) if several else 0
         for step in plan.steps:
             if isinstance(step, Recomputed):
                 held |= set(self.code.reads(self.cuts[step.first], self.cuts[step.last]))
@@ -314,6 +314,9 @@ def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def _order(plan: HeldPlan) -> tuple[float, int, int]:
-    # Sums of the same seconds in another order differ in the last digits.
-    return float(f"{plan.seconds:.11e}"), plan.bytes, plan.kept_bytes
+def _cost(plan: HeldPlan) -> tuple[float, int]:
+    return plan.seconds, plan.bytes
+
+
+def _cost_of_part(plan: HeldPlan) -> tuple[float, int, int]:
+    return plan.seconds, plan.bytes, plan.kept_bytes

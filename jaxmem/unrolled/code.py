@@ -96,7 +96,8 @@ class Code:
 
         Args:
           start: of the run that they are of, if that is not known yet.
-          exact: whether constants that are written into the code have to be equal as well.
+          exact: whether all that is written into the code, or held by it, has to be equal as
+            well, so that one can run in the place of the other.
         """
         given = self.given
         if start is not None:
@@ -118,6 +119,7 @@ class Code:
             for var in eqn.outvars:
                 numbers[var] = len(numbers)
             rows.append((*ins, *(numbers[var] for var in eqn.outvars)))
+            rows.append(_jax.held_by(eqn) if exact else ())
         gives = tuple(numbers[var] for var in self.gives(first, last))
         return hash((tuple(self._kinds[first:last]), tuple(rows), gives))
 

@@ -150,7 +150,7 @@ def test_fitted_computes_what_the_step_computes() -> None:
 def test_few_compiles_and_one_line_for_each(capfd: pytest.CaptureFixture[str]) -> None:
     fitted = jaxmem.fit(step, *specs(), budget="5MiB", max_compiles=2)
     assert fitted.compiles <= 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("fit: ")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if " needs " in line]
     assert len(lines) == fitted.compiles
     assert all(" of " in line and "predicted" in line for line in lines)
     if not fitted.explain().closed:
@@ -683,3 +683,48 @@ def test_explain_speaks_in_the_users_names_and_lines() -> None:
     assert "predicted" in text
     assert "compiled" in text
     assert "optimality gap" in text
+
+
+# ---------------------------------------------------------------- what is left is spent
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
+def test_what_is_left_of_the_compiles_is_spent_on_finer_plans(
+    share: float, remembered: None
+) -> None:
+    """Less than 2 % of what a budget leaves for temporaries is unused, or the next plan fails."""
+    ask = question(step, *specs(n=24), options=QUICK)
+    found = problem(step, *specs(n=24))
+    everything = found.report(ask, 0)
+    fixed = everything.required_bytes - everything.temp_bytes
+    budget = fixed + int(share * everything.temp_bytes)
+    fitted = fit(step, *specs(n=24), budget=budget, max_compiles=10)
+    unused = budget - fitted.report.required_bytes
+    assert unused >= 0
+    assert unused < 0.02 * (budget - fixed) or "compiles allowed" not in str(fitted.explain())
+
+
+def test_the_search_ends_when_its_time_is_over_and_a_plan_fits() -> None:
+    least, most = least_and_most()
+    found = fit(step, *specs(), budget=(least + most) // 2, max_seconds=1e-6, max_compiles=6)
+    assert found.report.required_bytes <= found.budget
+    assert found.compiles < fit(step, *specs(), budget=found.budget, max_compiles=6).compiles
+    assert "the compiles allowed did not suffice" in str(found.explain())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error"), [(0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)]
+)
+def test_seconds_that_are_none(seconds: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="max_seconds must be"):
+        fit(step, *specs(), budget="1GiB", max_seconds=seconds)
+
+
+def test_what_takes_long_is_told_of(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxmem.fitting.progress._PATIENCE", 0.0)
+    fit(step, *specs(), budget="1GiB", max_compiles=1, progress=True)
+    said = capfd.readouterr().err
+    assert "fit: tracing the step, and planning what is decorated in it ..." in said
+    assert "fit: compiling plan " in said

@@ -203,3 +203,36 @@ def test_layers_with_a_loss_on_top_are_predicted() -> None:
         fixed = report.required_bytes - report.temp_bytes
         off = (found.predicted[candidate] - fixed) / report.temp_bytes - 1
         assert abs(off) < 0.15, (candidate, off)
+
+
+def test_what_layers_hold_in_secret_is_their_own() -> None:
+    """Rules of custom derivatives, constants of inner functions, and numbers, differ by layer."""
+
+    def rule(scale: float) -> Callable[[jax.Array], jax.Array]:
+        @jax.custom_jvp
+        def own(x: jax.Array) -> jax.Array:
+            return jnp.sin(x)
+
+        @own.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            return jnp.sin(primals[0]), scale * tangents[0]
+
+        return own
+
+    rules = [rule(1.0 + k) for k in range(6)]
+    tables = [normal(k, 16) for k in range(6)]
+
+    def model(ws: Any, x: jax.Array) -> jax.Array:
+        for k, w in enumerate(ws):
+            y = jax.nn.relu(rules[k](x @ w))
+            y = jax.lax.cond(y[0, 0] > 0, lambda y, t=tables[k]: y * t, lambda y: y - 1, y)
+            x = x + (0.1 * k + 0.3) * y
+        return jnp.square(x).sum()
+
+    args = [normal(k, 16, 16) for k in range(6)], normal(9, 8, 16)
+    assert code_of(model, *args).runs
+    expected = exact_jit(jax.grad(model))(*args)
+    step = jax.grad(jaxmem.remat_auto(model))
+    for plan in plans(step, *args, most=3):
+        with jaxmem.use_plan(plan):
+            assert_close(exact_jit(jax.grad(jaxmem.remat_auto(model)))(*args), expected)
