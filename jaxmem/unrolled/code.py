@@ -51,12 +51,20 @@ class Code:
         self._known_reads: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._known_bodies: dict[Hashable, tuple[Body, int]] = {}
         self.known_layers: dict[Hashable, tuple[Any, Layer]] = {}
-        self.given = self._inputs
-        self.runs = self._runs()
-        self.given = self._inputs.union(*map(self._shared, self.runs))
 
     def __len__(self) -> int:
         return len(self.eqns)
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        count = range(len(self) + 1)
+        sizes = [sum(nbytes(var.aval) for var in self.live[at]) for at in count]
+        found = find_runs(self._kinds, sizes, self._equal_in_run)
+        return tuple(filter(self._is_of_layers, found))
+
+    @functools.cached_property
+    def given(self) -> frozenset[Any]:
+        return self._inputs.union(*map(self._shared, self.runs))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -89,39 +97,14 @@ class Code:
         """Bytes live at a place, of what is not given."""
         return sum(nbytes(var.aval) for var in self.live[at] if var not in self.given)
 
-    def equal(
-        self, first: int, last: int, start: int | None = None, exact: bool = False
-    ) -> Hashable:
+    def equal(self, first: int, last: int, exact: bool = False) -> Hashable:
         """What is equal for operations first..last-1 where they are, and what they work on.
 
         Args:
-          start: of the run that they are of, if that is not known yet.
           exact: whether all that is written into the code, or held by it, has to be equal as
             well, so that one can run in the place of the other.
         """
-        given = self.given
-        if start is not None:
-            # Of what was made before the run, the layers behind the first one read it too.
-            passing = self.live[min(last, len(self))]
-            given = self._inputs.union(v for v in passing if self._makers.get(v, start) < start)
-        numbers: dict[Any, int] = {}
-        rows: list[Hashable] = []
-        for eqn in self.eqns[first:last]:
-            ins = []
-            for atom in eqn.invars:
-                if not _jax.is_var(atom):
-                    ins.append(repr(atom) if exact else None)
-                    continue
-                if atom not in numbers:
-                    numbers[atom] = len(numbers)
-                    rows.append((numbers[atom], atom in given))
-                ins.append(numbers[atom])
-            for var in eqn.outvars:
-                numbers[var] = len(numbers)
-            rows.append((*ins, *(numbers[var] for var in eqn.outvars)))
-            rows.append(_jax.held_by(eqn) if exact else ())
-        gives = tuple(numbers[var] for var in self.gives(first, last))
-        return hash((tuple(self._kinds[first:last]), tuple(rows), gives))
+        return self._equal(first, last, self.given, exact)
 
     def cuts(self, most: int = 48) -> list[int]:
         """Places to cut at, among them 0 and the end; at most so many segments, or layers of runs.
@@ -233,9 +216,33 @@ class Code:
 
     # ------------------------------------------------------------ implementation
 
-    def _runs(self) -> tuple[Run, ...]:
-        sizes = [self.live_bytes(at) for at in range(len(self) + 1)]
-        return tuple(filter(self._is_of_layers, find_runs(self._kinds, sizes, self.equal)))
+    def _equal_in_run(self, first: int, last: int, start: int) -> Hashable:
+        """The same in a run that begins at `start`, and of which it is not known what is shared.
+
+        Of what was made before the run, the layers behind the first one read it, too.
+        """
+        passing = (var for var in self.live[last] if self._makers.get(var, start) < start)
+        return self._equal(first, last, self._inputs.union(passing), exact=False)
+
+    def _equal(self, first: int, last: int, given: frozenset[Any], exact: bool) -> Hashable:
+        numbers: dict[Any, int] = {}
+        rows: list[Hashable] = []
+        for eqn in self.eqns[first:last]:
+            ins = []
+            for atom in eqn.invars:
+                if not _jax.is_var(atom):
+                    ins.append(repr(atom) if exact else None)
+                    continue
+                if atom not in numbers:
+                    numbers[atom] = len(numbers)
+                    rows.append((numbers[atom], atom in given))
+                ins.append(numbers[atom])
+            for var in eqn.outvars:
+                numbers[var] = len(numbers)
+            rows.append((*ins, *(numbers[var] for var in eqn.outvars)))
+            rows.append(_jax.held_by(eqn) if exact else ())
+        gives = tuple(numbers[var] for var in self.gives(first, last))
+        return tuple(self._kinds[first:last]), tuple(rows), gives
 
     def _is_of_layers(self, run: Run) -> bool:
         """Whether each works on what the one before it made, and is more than elementwise."""
