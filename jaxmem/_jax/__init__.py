@@ -9,12 +9,13 @@ parameters differ between releases (`jaxprs`); and primitives with rules of thei
 import jaxmem._jax.memory
 import jaxmem._jax.rules  # noqa: F401  (the primitives get their rules)
 from jaxmem._jax.digests import digest as digest
-from jaxmem._jax.digests import held_by as held_by
+from jaxmem._jax.digests import exactly as exactly
 from jaxmem._jax.digests import operation_digest as operation_digest
 from jaxmem._jax.digests import place_name as place_name
 from jaxmem._jax.digests import place_named_by as place_named_by
 from jaxmem._jax.edits import another as another
 from jaxmem._jax.edits import as_program as as_program
+from jaxmem._jax.edits import flattened as flattened
 from jaxmem._jax.edits import followed_by as followed_by
 from jaxmem._jax.edits import piece_of as piece_of
 from jaxmem._jax.edits import renamed as renamed

@@ -1,6 +1,5 @@
 """What tells one jaxpr from another, in every process alike."""
 
-import functools
 import hashlib
 import re
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core
 from jax.extend.core import ClosedJaxpr
 
@@ -25,29 +25,64 @@ def digest(closed: ClosedJaxpr, *more: str) -> str:
 
 
 def operation_digest(eqn: Eqn) -> str:
-    """What tells an operation from others, whatever it works on: kind, types, parameters."""
+    """What tells an operation from others, whatever it works on: kind, types, parameters.
+
+    Where a slice begins is not in it: a layer may take what is of its number.
+    """
     ins, outs = ([str(atom.aval) for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
-    return f"{eqn.primitive.name} {ins} {outs} {_canonical(eqn.params)}"
+    name, params = eqn.primitive.name, eqn.params
+    if name == "slice":
+        params = {key: value for key, value in params.items() if not key.endswith("_indices")}
+    return f"{name} {ins} {outs} {_canonical(params)}"
 
 
-def held_by(eqn: Eqn) -> tuple[int, ...]:
-    """What an operation holds that no digest shows: constants, functions that may hold values.
+def exactly(eqn: Eqn) -> Any:
+    """What is equal for operations of which one can be done in the place of the other.
 
-    By identity: equal only where it is the same.  jax's own functions hold nothing.
+    Besides what `operation_digest` has: constants of inner functions by identity, numbers to the
+    last bit, and what users' rules and callbacks are, which may hold values.
     """
     subs = all_subjaxprs(eqn)
-    jaxs_own = all(_JAX in str(sub.jaxpr.debug_info.func_src_info) for sub in subs)
-    has_rules = any(hasattr(value, "call_wrapped") for value in eqn.params.values())
-    found = [id(eqn)] if has_rules and not jaxs_own else []
-    for value in eqn.params.values():
-        code = getattr(value, "__code__", None)
-        if isinstance(value, functools.partial) or (code and _JAX not in code.co_filename):
-            found.append(id(value))
-    for sub in subs:
-        found += map(id, sub.consts)
-        for inner in sub.jaxpr.eqns:
-            found += held_by(inner)
-    return tuple(found)
+    jaxs_own = bool(subs) and all(_JAX in str(s.jaxpr.debug_info.func_src_info) for s in subs)
+    held = "a rule of jax" if jaxs_own else _Same(eqn)
+    literals = tuple(_bits(atom.val) for atom in eqn.invars if is_literal(atom))
+    return literals, tuple((key, _exact(value, held)) for key, value in sorted(eqn.params.items()))
+
+
+def _exact(value: Any, held: Any) -> Any:
+    if isinstance(value, core.Jaxpr | ClosedJaxpr):
+        closed = as_closed(value)
+        outs = tuple(_bits(atom.val) for atom in closed.jaxpr.outvars if is_literal(atom))
+        consts = tuple(map(_Same, closed.consts))
+        inner = tuple(map(exactly, closed.jaxpr.eqns))
+        return tuple(_described(closed)), consts, inner, outs
+    if isinstance(value, tuple | list):
+        return tuple(_exact(item, held) for item in value)
+    if hasattr(value, "call_wrapped") or hasattr(value, "__code__"):
+        return held
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return type(value), value
+
+
+def _bits(value: Any) -> Any:
+    found = np.asarray(value)
+    return type(value), str(found.dtype), found.shape, found.tobytes()
+
+
+class _Same:
+    """Equal only to one of the same object, which it holds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 _JAX = str(Path(jax.__file__).parent)

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 from jax._src import core
 from jax.extend.core import ClosedJaxpr
+from jax.extend.core.primitives import jit_p
 
-from jaxmem._jax.jaxprs import is_literal, is_var
+from jaxmem._jax.jaxprs import constrains, is_literal, is_var
 from jaxmem._jax.types import Eqn
 
 
@@ -82,6 +83,35 @@ def piece_of(
     return ClosedJaxpr(
         core.Jaxpr((), list(invars), list(made), list(eqns), debug_info=debug_info), ()
     )
+
+
+def flattened(eqns: Sequence[Eqn]) -> tuple[list[Eqn], dict[Any, Any]]:
+    """Equations with the insides of jits in their places, and what their results are called there.
+
+    For looking at: nothing is traced.
+    """
+    found: list[Eqn] = []
+    known: dict[Any, Any] = {}
+
+    def inline(eqns: Sequence[Eqn], known: dict[Any, Any], fresh: bool) -> None:
+        def outer(atom: Any) -> Any:
+            return atom if is_literal(atom) else known.get(atom, atom)
+
+        for eqn in eqns:
+            ins = [outer(atom) for atom in eqn.invars]
+            if eqn.primitive is jit_p and not constrains(eqn):
+                inner = eqn.params["jaxpr"].jaxpr
+                names = dict(zip(inner.invars, ins, strict=True))
+                inline(inner.eqns, names, True)
+                outs = (a if is_literal(a) else names.get(a, a) for a in inner.outvars)
+                known.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            outs = [another(var) for var in eqn.outvars] if fresh else list(eqn.outvars)
+            known.update(zip(eqn.outvars, outs, strict=True))
+            found.append(renamed(eqn, ins, outs))
+
+    inline(eqns, known, False)
+    return found, known
 
 
 def as_program(eqn: Eqn) -> ClosedJaxpr:

@@ -237,6 +237,10 @@ def _searched(
     report, finer = tried.report(problem, best), problem.finer(best)
     enough = round(_UNUSED * (budget - report.required_bytes + report.temp_bytes))
     seen = tried.seen(finer)
-    again = refine(finer.predicted, budget, tried.on(finer), seen, left, enough)
+    try:
+        again = refine(finer.predicted, budget, tried.on(finer), seen, left, enough)
+    except _OutOfTime:
+        return finer, tried.best(finer), False
     assert again.candidate is not None
-    return finer, again.candidate, found.closed
+    unused = budget - tried.report(finer, again.candidate).required_bytes
+    return finer, again.candidate, found.closed and (again.closed or unused <= enough)

@@ -191,9 +191,9 @@ class UnrolledRegion(Region):
             places = run.places
             if all(first in places and last in places for first, last in spans):
                 layers = [(places.index(first), places.index(last)) for first, last in spans]
-                return f"of its {run.count} equal layers {_ranges(layers)}"
+                return f"layers {_ranges(layers)} of {run.count} equal ones"
         parts = [(kept.stage, max(kept.after, kept.stage + 1)) for kept in several]
-        return f"of its {len(self.chain)} parts {_ranges(parts)}"
+        return f"parts {_ranges(parts)} of {len(self.chain)}"
 
     def _kept_in_part(self, steps: Steps) -> Iterator[tuple[list[Kept], Keep]]:
         alike: dict[tuple[int, int], list[Kept]] = {}

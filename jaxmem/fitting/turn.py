@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
@@ -52,17 +53,18 @@ def turn_of(closed: ClosedJaxpr, scopes: Collection[str], roofline: Roofline) ->
     if back is None or there is None or back == there + 1:
         return Turn()
     before = {var for eqn in jaxpr.eqns[: there + 1] for var in eqn.outvars}
-    between = jaxpr.eqns[there + 1 : back]
+    between, called = _jax.flattened(jaxpr.eqns[there + 1 : back])
+    between = _simplified(between)
     reads = dict.fromkeys(a for eqn in between for a in eqn.invars if _jax.is_var(a))
     made = {var for eqn in between for var in eqn.outvars}
+    given = [var for var in reads if var not in made]
     later = {a for eqn in jaxpr.eqns[back:] for a in eqn.invars if _jax.is_var(a)}
     later.update(filter(_jax.is_var, jaxpr.outvars))
-    given = [var for var in reads if var not in made]
-    piece = _jax.inlined(_jax.piece_of(jaxpr, between, given, made & later))
-    own = zip(piece.jaxpr.invars, given, strict=True)
-    held = [var for var, outer in own if outer in before]
+    outs = (called.get(var, var) for var in later)
+    results = {atom for atom in outs if _jax.is_var(atom) and atom in made}
+    held = [var for var in given if var in before]
     peak = peak_live_bytes(
-        _jax.with_equations(piece, _simplified(piece.jaxpr.eqns)),
+        _jax.piece_of(jaxpr, between, given, results),
         held=held,
         fuses_operands=roofline.fuses_operands,
         calls_libraries=roofline.calls_libraries,
@@ -83,17 +85,18 @@ def _simplified(eqns: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for eqn in eqns:
         name = eqn.primitive.name
-        if name == "broadcast_in_dim" and _jax.is_literal(eqn.invars[0]):
-            zeros.update(eqn.outvars if not eqn.invars[0].val else ())
+        if name == "broadcast_in_dim" and _jax.is_literal(value := eqn.invars[0]):
+            zeros.update(eqn.outvars if not np.any(value.val) else ())
         if name == "scatter-add" and eqn.invars[0] in zeros:
             scattered[eqn.outvars[0]] = eqn
             continue
         into = [atom for atom in eqn.invars if _jax.is_var(atom) and atom in scattered]
-        if into and name in ("add", "add_any"):
-            other = next((atom for atom in eqn.invars if atom is not into[0]), into[0])
+        if len(into) == 1 and name in ("add", "add_any"):
+            other = next(atom for atom in eqn.invars if atom is not into[0])
             scatter = scattered.pop(into[0])
             eqn = _jax.renamed(scatter, [other, *scatter.invars[1:]], eqn.outvars)
-        found += [*(scattered.pop(atom) for atom in into if atom in scattered), eqn]
+        waiting = [atom for atom in dict.fromkeys(into) if atom in scattered]
+        found += [*(scattered.pop(atom) for atom in waiting), eqn]
     return [*found, *scattered.values()]
 
 

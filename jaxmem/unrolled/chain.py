@@ -68,6 +68,7 @@ class Chain:
         self.code, self.cuts = code, code.cuts()
         known: dict[Hashable, Segment] = {}
         self.segments: dict[tuple[int, int], Segment] = {}
+        self._begins: dict[Segment, int] = {}
         stages: dict[tuple[int, int], Stage] = {}
         for first, after in self._widths():
             span = self.cuts[first], self.cuts[after]
@@ -76,6 +77,7 @@ class Chain:
                 thorough = after - first == len(self) and points and not roofline.fuses_operands
                 looks = _LOOKS if thorough else 0
                 known[key] = segment_of(code.layer(*span), roofline, offload, points, looks)
+                self._begins[known[key]] = span[0]
             segment = self.segments[first, after] = known[key]
             # Of what passes the stage by, the gradient is there too while it is reversed.
             given = code.live_bytes(self.cuts[after])
@@ -148,7 +150,7 @@ class Chain:
         kept = _operations(segment.layer, keep.kept)
         sent = _operations(segment.layer, keep.offloaded)
         # Names are given by place in the code, and a segment met before stood elsewhere.
-        shift = first - _first(segment.layer)
+        shift = first - self._begins[segment]
         return Piece(first, last, tuple(k + shift for k in kept), tuple(k + shift for k in sent))
 
     def _again(self, plan: ChainPlan) -> ChainPlan:
@@ -294,12 +296,6 @@ def _operations(layer: Layer, places: Sequence[int]) -> list[int]:
     makers = (layer.made_by(layer.values[place]) for place in places)
     found = {_jax.place_named_by(eqn) for eqn in makers if eqn is not None}
     return sorted(place for place in found if place is not None)
-
-
-def _first(layer: Layer) -> int:
-    """The place in the code of the first operation of a segment."""
-    named = map(_jax.place_named_by, layer.linearised.jaxpr.eqns)
-    return min(place for place in named if place is not None)
 
 
 def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:

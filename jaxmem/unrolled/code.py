@@ -208,8 +208,9 @@ class Code:
         """A segment as a layer: parameters and what else is given first, then what is live."""
         reads, num_consts = self.ordered_reads(first, last)
         traced = self.traced(first, last, reads)
+        constants = self.closed.jaxpr.constvars
         wrt = Wrt(
-            tuple(_jax.has_tangent(var.aval) for var in reads),
+            tuple(_jax.has_tangent(var.aval) and var not in constants for var in reads),
             tuple(_jax.has_tangent(aval) for aval in traced.out_avals),
         )
         return Layer(Body(traced, num_consts, len(reads) - num_consts), wrt)
@@ -231,16 +232,17 @@ class Code:
             ins = []
             for atom in eqn.invars:
                 if not _jax.is_var(atom):
-                    ins.append(repr(atom) if exact else None)
+                    ins.append(None)
                     continue
                 if atom not in numbers:
                     numbers[atom] = len(numbers)
-                    rows.append((numbers[atom], atom in given))
+                    rows.append(("given" if atom in given else "read", numbers[atom]))
                 ins.append(numbers[atom])
             for var in eqn.outvars:
                 numbers[var] = len(numbers)
-            rows.append((*ins, *(numbers[var] for var in eqn.outvars)))
-            rows.append(_jax.held_by(eqn) if exact else ())
+            rows.append(("done", *ins, *(numbers[var] for var in eqn.outvars)))
+            if exact:
+                rows.append(_jax.exactly(eqn))
         gives = tuple(numbers[var] for var in self.gives(first, last))
         return tuple(self._kinds[first:last]), tuple(rows), gives
 
