@@ -43,7 +43,8 @@ def exactly(eqn: Eqn) -> Any:
     last bit, and what users' rules and callbacks are, which may hold values.
     """
     subs = all_subjaxprs(eqn)
-    jaxs_own = bool(subs) and all(_JAX in str(s.jaxpr.debug_info.func_src_info) for s in subs)
+    sources = [str(getattr(sub.jaxpr.debug_info, "func_src_info", "")) for sub in subs]
+    jaxs_own = bool(subs) and all(_JAX in source for source in sources)
     held = "a rule of jax" if jaxs_own else _Same(eqn)
     literals = tuple(_bits(atom.val) for atom in eqn.invars if is_literal(atom))
     return literals, tuple((key, _exact(value, held)) for key, value in sorted(eqn.params.items()))

@@ -17,8 +17,9 @@ def results_only() -> Iterator[None]:
 
     Print results after the context is closed.
     """
-    sys.stdout.flush()
-    real = _is_real(sys.stdout)
+    out = sys.stdout
+    out.flush()
+    real = _is_real(out)
     saved = os.dup(1) if real else None
     shown = warnings.showwarning
     try:
@@ -30,6 +31,7 @@ def results_only() -> Iterator[None]:
     finally:
         warnings.showwarning = shown
         if saved is not None:
+            out.flush()  # what was written to it by another name: `sys.__stdout__`
             os.dup2(saved, 1)
             os.close(saved)
 

@@ -28,6 +28,7 @@ OPTIONS = [
     "cost",
     "donate_argnums",
     "max_compiles",
+    "max_seconds",
     "points",
     "progress",
     "static_argnums",

@@ -171,7 +171,7 @@ def test_code_that_repeats_nothing_has_no_runs() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_layers_are_planned_once(model: str) -> None:
-    few, many = (Chain(code(model, layers), H100) for layers in (8, 14))
+    few, many = (Chain(code(model, layers), H100, points=0) for layers in (8, 14))
 
     def different(chain: Chain) -> int:
         return len({id(segment) for segment in chain.segments.values()})
@@ -193,10 +193,10 @@ def test_plans_name_layers() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_numbers_along_the_front(model: str) -> None:
-    args = arrays(6)
+    args = arrays(5)
     step = gradient(MODELS[model])
     expected = exact_jit(gradient(MODELS[model], lambda f: f))(*args)
-    for plan in plans(step, *args, most=4):
+    for plan in plans(step, *args, most=2):
         with jaxmem.use_plan(plan):
             assert_close(exact_jit(gradient(MODELS[model]))(*args), expected)
 
@@ -204,17 +204,16 @@ def test_numbers_along_the_front(model: str) -> None:
 def test_layers_with_a_loss_on_top_are_predicted() -> None:
     """The logits in float32, and their gradient, are live next to all that is kept."""
     specs = (
-        shapes(8, 256, jnp.bfloat16),
+        shapes(4, 256, jnp.bfloat16),
         jax.ShapeDtypeStruct((16, 256, 256), jnp.bfloat16),
         jax.random.key(0),
     )
     found = problem(gradient(decoder), *specs, target=TARGET)
     ask = question(gradient(decoder), *specs, target=TARGET)
-    for candidate in (len(found.front) // 2, len(found.front) - 1):
-        report = found.report(ask, candidate)
-        fixed = report.required_bytes - report.temp_bytes
-        off = (found.predicted[candidate] - fixed) / report.temp_bytes - 1
-        assert abs(off) < 0.15, (candidate, off)
+    candidate = len(found.front) - 1
+    report = found.report(ask, candidate)
+    fixed = report.required_bytes - report.temp_bytes
+    assert abs((found.predicted[candidate] - fixed) / report.temp_bytes - 1) < 0.1
 
 
 def jvp_rule(scale: float) -> Callable[[jax.Array], jax.Array]:
