@@ -1,6 +1,7 @@
 """What tells one jaxpr from another, in every process alike."""
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,7 @@ class _Same:
         return id(self.value)
 
 
-_JAX = str(Path(jax.__file__).parent)
+_JAX = f"{Path(jax.__file__).parent}{os.sep}"
 
 # Names of this kind tell places in the code.
 _PLACE_NAME = "jaxmem_operation_"

@@ -125,6 +125,7 @@ def in_call(eqn: Eqn) -> ClosedJaxpr | None:
 
 
 def constrains(eqn: Eqn) -> bool:
+    """Whether a call that `jax.jit` made constrains shardings."""
     shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 

@@ -25,7 +25,7 @@ import math
 import time
 
 from jaxmem.solve.cover import Keep, Model
-from jaxmem.solve.pareto import pareto_optimal
+from jaxmem.solve.pareto import cost, pareto_optimal
 from jaxmem.solve.presolve import reduced
 from jaxmem.solve.problem import Graph
 
@@ -118,7 +118,7 @@ def menu(graph: Graph, points: int = 12, time_limit: float = 60.0) -> tuple[Keep
             at[new.bytes] = new
             open_gap(low, at[below].seconds, new)
         open_gap(budget, new.seconds, at[high])
-    return tuple(pareto_optimal(at.values(), _cost))
+    return tuple(pareto_optimal(at.values(), cost))
 
 
 # ---------------------------------------------------------------- implementation
@@ -176,11 +176,7 @@ def _corners(graph: Graph) -> tuple[Keep, ...]:
             pending += [(middle, right), (left, middle)]
         else:
             found.append(right)
-    return tuple(pareto_optimal(found, _cost))
-
-
-def _cost(keep: Keep) -> tuple[float, int]:
-    return keep.seconds, keep.bytes
+    return tuple(pareto_optimal(found, cost))
 
 
 def _impossible(graph: Graph) -> str:

@@ -1,9 +1,36 @@
 """Plans that no other one beats."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 P = TypeVar("P")
+
+
+class Sized(Protocol):
+    """A plan with its bytes at the peak."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
+class Held(Sized, Protocol):
+    """One with those as well that are live when the forward pass is done."""
+
+    @property
+    def kept_bytes(self) -> int: ...
+
+
+def cost(plan: Sized) -> tuple[float, int]:
+    """What a plan costs where nothing follows it."""
+    return plan.seconds, plan.bytes
+
+
+def cost_of_part(plan: Held) -> tuple[float, int, int]:
+    """What a plan costs that is one part of several: what it keeps is live while others run."""
+    return plan.seconds, plan.bytes, plan.kept_bytes
 
 
 def pareto_optimal(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-from jaxmem.solve.pareto import pareto_optimal
+from jaxmem.solve.pareto import cost, cost_of_part, pareto_optimal
 from jaxmem.solve.stacks import Candidate
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def pareto_front(
             for candidate in found
             for place, c in offered
         ]
-        found = pareto_optimal(grown, _cost if last else _cost_of_part)
+        found = pareto_optimal(grown, cost if last else cost_of_part)
         found = found if last else _thinned(found, found, most)
     return tuple(found)
 
@@ -115,15 +115,6 @@ def thinned_front(
 
 
 # ---------------------------------------------------------------- implementation
-
-
-def _cost(plan: StepCandidate) -> tuple[float, int]:
-    return plan.seconds, plan.bytes
-
-
-def _cost_of_part(plan: StepCandidate) -> tuple[float, int, int]:
-    """What is kept is live while what follows runs."""
-    return plan.seconds, plan.bytes, plan.kept_bytes
 
 
 def _thinned(items: Sequence[T], sizes: Sequence[StepCandidate | Candidate], most: int) -> list[T]:

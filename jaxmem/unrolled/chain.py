@@ -21,7 +21,7 @@ from jaxmem.solve.chain import (
     peak_bytes,
     solve_chain,
 )
-from jaxmem.solve.pareto import pareto_optimal
+from jaxmem.solve.pareto import cost, cost_of_part, pareto_optimal
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.code import Code
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
@@ -115,7 +115,7 @@ class Chain:
         if several:
             ways += [self._again(plan) for plan in self.found]
         plans = (self._held(plan, several, stacked) for plan in ways)
-        return pareto_optimal(plans, _cost_of_part if several else _cost)
+        return pareto_optimal(plans, cost_of_part if several else cost)
 
     def plan(self, steps: Sequence[Kept | Recomputed]) -> UnrolledPlan:
         """A plan of the chain as one of the code."""
@@ -308,11 +308,3 @@ def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
         else:
             found.append(piece)
     return tuple(found)
-
-
-def _cost(plan: HeldPlan) -> tuple[float, int]:
-    return plan.seconds, plan.bytes
-
-
-def _cost_of_part(plan: HeldPlan) -> tuple[float, int, int]:
-    return plan.seconds, plan.bytes, plan.kept_bytes

@@ -47,13 +47,16 @@ class Code:
         self.live = self._live()
         self._inputs = frozenset([*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars])
         self._makers = {var: at for at, eqn in enumerate(self.eqns) for var in eqn.outvars}
-        self._kinds = [_jax.operation_digest(eqn) for eqn in self.eqns]
         self._known_reads: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._known_bodies: dict[Hashable, tuple[Body, int]] = {}
         self.known_layers: dict[Hashable, tuple[Any, Layer]] = {}
 
     def __len__(self) -> int:
         return len(self.eqns)
+
+    @functools.cached_property
+    def _kinds(self) -> list[str]:
+        return [_jax.operation_digest(eqn) for eqn in self.eqns]
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
