@@ -17,9 +17,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if "JAXMEM_CACHE_DIR" not in os.environ:
         folder = os.environ["JAXMEM_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxmem-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    # What the attached backend compiles, too.  Not by a variable of the environment: processes
-    # that a test starts have other flags, which are no part of that cache's keys.
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAXMEM_CACHE_DIR"] + "/jax")
+    # What the attached backend compiles, too: in a folder for each process, since jax writes these
+    # files in place and another process would read half of one.  Not by a variable of the
+    # environment: processes that a test starts have other flags, which are no part of the keys.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    own = f"{os.environ['JAXMEM_CACHE_DIR']}/jax-{worker}"
+    jax.config.update("jax_compilation_cache_dir", own)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_num_cpu_devices", 8)
