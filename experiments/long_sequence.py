@@ -155,7 +155,7 @@ def _counted(way: Way, plan: jaxmem.Plan | None, steps: int) -> tuple[int, Any]:
 def _formula(way: Way, specs: Any) -> tuple[jaxmem.Plan | None, int]:
     """The plan for these sizes, None where it is not ours, and the bytes by the formula."""
     (stack,) = jaxmem.stacks(Way("none").run(loops.lstm), *specs)
-    carry, tape = stack.problem.carry_bytes, stack.problem.tape_bytes
+    carry, tape = stack.problem.carry_bytes, stack.problem.residual_bytes
     if way.policy is None:
         return None, way.number * carry + tape
     (stack,) = jaxmem.stacks(way.run(loops.lstm), *specs)

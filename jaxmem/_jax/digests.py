@@ -40,8 +40,8 @@ def operation_digest(eqn: Eqn) -> str:
 def exactly(eqn: Eqn) -> Any:
     """What is equal for operations of which one can be done in the place of the other.
 
-    Besides what `operation_digest` has: constants of inner functions by identity, numbers to the
-    last bit, and what users' rules and callbacks are, which may hold values.
+    What `operation_digest` has and, on top, constants of inner functions by identity, numbers to
+    the last bit, and what users' rules and callbacks are, which may hold values.
     """
     subs = all_subjaxprs(eqn)
     sources = [str(getattr(sub.jaxpr.debug_info, "func_src_info", "")) for sub in subs]

@@ -155,7 +155,7 @@ def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[A
 
 # What is smaller than this part of the gradient need not wait for it.
 _LARGE = 16
-# What reads more than this beside its own size is not computed several times.
+# What reads more than this, in units of its own size, is not computed several times.
 _LIGHT = 1.05
 # Products that do no more operations for each byte that they make are, as a convolution of an
 # image's three channels (accelerators do hundreds in the time in which they write a byte), if
@@ -269,7 +269,7 @@ class _Order:
         return sorted(found)
 
     def _made_large(self, wanted: Sequence[int], size: int, for_kernel: bool) -> list[Any]:
-        """What of it will be in memory, and is not small beside the gradient.
+        """What of it will be in memory, and is not small compared with the gradient.
 
         What is elementwise and not for a kernel is fused into what it is for.
         """

@@ -73,7 +73,7 @@ def peak_live(
                 waiting.discard(atom)
                 lives.make(atom, at)
                 if atom in layout_copies:
-                    lives.besides(atom, at)
+                    lives.copy(atom, at)
         lives.evaluate(at, eqn)
     for atom in filter(_jax.is_var, jaxpr.outvars):
         lives.read(atom, len(jaxpr.eqns))
@@ -94,7 +94,7 @@ def by_library(eqn: Any) -> bool:
 
 
 def copied_to_swap(eqn: Any) -> int:
-    """Bytes that a library's convolution takes besides, to be done with its operands swapped.
+    """Bytes that a library's convolution takes in addition, to be done with its operands swapped.
 
     On GPUs XLA swaps them where the kernel is the larger in space (its pass is named
     `ConvOperandSwapper`): for the gradient of a kernel behind which images are larger than before,
@@ -253,7 +253,7 @@ class _Lives:
         self._made[var] = self._last[var] = at
         self._behind[var] = frozenset([var])
 
-    def besides(self, var: Any, at: int) -> None:
+    def copy(self, var: Any, at: int) -> None:
         """A second copy of an array is in memory here."""
         self._work.append((at, self._bytes(var)))
 
@@ -262,7 +262,7 @@ class _Lives:
         self._passed.update(made)
 
     def run_by_gpu(self, at: int, eqn: Any) -> None:
-        """What an operation has to itself besides, and whether its results are a library's."""
+        """Working space of an operation, and whether its results are a library's."""
         if by_library(eqn):
             self.never_over(eqn.outvars)
             self._work.append((at, copied_to_swap(eqn)))
@@ -372,7 +372,7 @@ class _Ends:
       inside_of_products: what matrix products that read it compute themselves: the ends that
         nothing else reads, but for the values of `behind_products`.
       behind_products: for the result of a product from which one end only follows, that end,
-        which the product makes in the place of its result, summed up besides if need be.
+        which the product makes in the place of its result, and sums up as well if need be.
     """
 
     def __init__(self, jaxpr: Any, of_products: Collection[Any] = ()) -> None:

@@ -29,7 +29,7 @@ from jaxmem.trace.layer import Layer, nbytes
 
 
 def working_bytes(layer: Layer, fuses_operands: bool = False) -> int:
-    """About what one layer's backward pass has live besides its tape and parameters.
+    """About what one layer's backward pass has live on top of its residuals and parameters.
 
     Values are taken to die at their last use in the order in which they are traced, and
     elementwise chains not to be in memory unless a kernel reads them.  In a loop over layers
@@ -150,8 +150,8 @@ def without_checkpoint(
     masks and counts, is computed there.  All else that is elementwise a compiler recomputes by
     itself, outside of loops, inside of what reads it, if at most `expensive` operations between
     what is in memory and that are not cheap; so of the rest kept is the least from which it follows
-    by such operations.  In unrolled code the tanh of a gelu is recomputed; the one layer beside a
-    loop is predicted better with none, but on TPUs.
+    by such operations.  In unrolled code the tanh of a gelu is recomputed; the one layer outside of
+    its loop is predicted better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)
     stored = _in_memory(layer, fuses_operands)

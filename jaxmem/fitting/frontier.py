@@ -229,7 +229,7 @@ def frontier(
             needs = size(reports[candidate].required_bytes)
             expected = size(predicted[candidate])
             say(f"frontier: {number} of {len(chosen)} needs {needs} (predicted {expected})")
-    # Where the compiler computes more again by itself, the plan's seconds are not the program's.
+    # Where the compiler recomputes more by itself, the plan's seconds are not the program's.
     costs = [
         (
             report.required_bytes,

@@ -105,7 +105,7 @@ class StackRegion(Region):
         # In a scan a single layer is in a loop, too.
         loose = None if self.uses.iterations else self.loose_bytes
         sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
-        # Beside others what it keeps counts more than what it needs while it is reversed.
+        # Where there are others, what it keeps counts more than what it needs while it is reversed.
         ways = {0, max(self.uses.others, 1)} if several else {0}
         found = {one for others in ways for one in candidates(*sizes, later_bytes, others)}
         return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))

@@ -97,7 +97,7 @@ def _hints(
     if len(alone) > 1:
         hints.append(
             f"decorate what calls {alone[0].where} and the others in their place: now each of "
-            f"{len(alone)} pieces of code is planned by itself, and what one hands to the next is "
+            f"{len(alone)} pieces of code is planned by itself, and what one passes to the next is "
             "held"
         )
     if report.platform == "cpu" and not all(region.uses.iterations for region in code):

@@ -38,7 +38,7 @@ class StepProblem:
       candidates: of each region, for one of the stacks that it is.
       front: plans of the step, fastest first.
       whole: all that `front` was taken from, some of which are nearly alike.
-      others: about what the step needs besides.
+      others: about what all else in the step needs.
       devices: over how many devices its arrays are spread.
     """
 

@@ -27,7 +27,7 @@ class Uses:
     Attributes:
       times: how often they are reversed; where a gradient is taken in each turn of a scan, in one.
       live: of how many what they keep is there at once.
-      copies: how often it is there besides: what one turn of a scan keeps, before it is stacked.
+      copies: of what one turn of a scan keeps, before it is stacked.
       iterations: how often scans around one run it, one after the other; 0 where there are none.
       stacked: whether a scan stacks what they keep.
     """
@@ -40,7 +40,7 @@ class Uses:
 
     @property
     def others(self) -> int:
-        """How often what they keep is there besides that of the one that is reversed."""
+        """How often what they keep is there, that of the one that is reversed apart."""
         return self.live + self.copies - 1
 
 

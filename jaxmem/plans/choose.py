@@ -47,7 +47,7 @@ def _(policy: LayerPolicy, problem: Problem) -> Plan:
 @choose.register
 def _(policy: Sqrt, problem: Problem) -> Plan:
     n = problem.length
-    sizes = problem.carry_bytes, problem.tape_bytes, problem.alone_bytes
+    sizes = problem.carry_bytes, problem.residual_bytes, problem.alone_bytes
     if policy.segments is not None or n < 1:
         return Plan.periodic(n, policy.segments, policy.levels)
     levels = min(policy.levels, n.bit_length())

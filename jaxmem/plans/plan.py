@@ -57,7 +57,7 @@ class Plan(Saved):
 
     >>> from jaxmem import Plan
     >>> plan = Plan.periodic(12, segments=3)
-    >>> plan.lengths, plan.extra_forwards(), plan.bytes(carry_bytes=10, tape_bytes=100)
+    >>> plan.lengths, plan.extra_forwards(), plan.bytes(carry_bytes=10, residual_bytes=100)
     ((4,), 12, 430)
     >>> Plan.from_json(plan.to_json()) == plan
     True
@@ -174,23 +174,25 @@ class Plan(Saved):
             return extra_steps(self.length, self.slots)
         return sum(count for count, keep in self.runs if keep is not None)
 
-    def bytes(self, carry_bytes: int, tape_bytes: int) -> int:
+    def bytes(self, carry_bytes: int, residual_bytes: int) -> int:
         """Predicted bytes kept on the device at the peak.
 
         Args:
           carry_bytes: of one layer's carry.
-          tape_bytes: of one layer's residuals.
+          residual_bytes: of one layer's residuals.
         """
         n = self.length
         if self.kind == "full":
-            return (n * carry_bytes if self.carries == "device" else 0) + tape_bytes
+            return (n * carry_bytes if self.carries == "device" else 0) + residual_bytes
         if self.kind == "revolve":
-            return min(self.slots, n) * carry_bytes + (tape_bytes if n else 0)
+            return min(self.slots, n) * carry_bytes + (residual_bytes if n else 0)
         if self.kind == "keep":
-            return sum(count * (keep.bytes if keep else tape_bytes) for count, keep in self.runs)
+            return sum(
+                count * (keep.bytes if keep else residual_bytes) for count, keep in self.runs
+            )
         if isinstance(self.layer, policies.Keep):
-            tape_bytes = self.layer.bytes
-        return periodic_bytes(n, self.lengths, carry_bytes, tape_bytes)
+            residual_bytes = self.layer.bytes
+        return periodic_bytes(n, self.lengths, carry_bytes, residual_bytes)
 
     # ------------------------------------------------------------ in and out
 

@@ -19,7 +19,7 @@ def periodic_bytes(
     length: int,
     lengths: Sequence[int],
     carry_bytes: int,
-    tape_bytes: int,
+    residual_bytes: int,
     alone_bytes: int | None = None,
 ) -> int:
     """Bytes live at the peak: the carries at the cuts of each level, one segment's tapes.
@@ -36,14 +36,14 @@ def periodic_bytes(
         outer = inner
     if lengths and outer == 1 and alone_bytes is not None:
         return total + alone_bytes
-    return total + tape_bytes * outer
+    return total + residual_bytes * outer
 
 
 def segment_lengths(
     length: int,
     levels: int = 1,
     carry_bytes: int = 1,
-    tape_bytes: int = 1,
+    residual_bytes: int = 1,
     alone_bytes: int | None = None,
 ) -> tuple[int, ...]:
     """The cut of `levels` levels that needs the fewest bytes, found by trying every one.
@@ -55,7 +55,7 @@ def segment_lengths(
 
     >>> segment_lengths(64)
     (8,)
-    >>> segment_lengths(64, tape_bytes=16)
+    >>> segment_lengths(64, residual_bytes=16)
     (2,)
     >>> segment_lengths(1000, levels=2)
     (100, 10)
@@ -63,13 +63,13 @@ def segment_lengths(
     if length < 1:
         return ()
     # A carry of no bytes (a stack that only reads) costs nothing to keep.
-    tape_bytes = max(tape_bytes, 1)
-    alone = tape_bytes if alone_bytes is None else alone_bytes
+    residual_bytes = max(residual_bytes, 1)
+    alone = residual_bytes if alone_bytes is None else alone_bytes
 
     @functools.cache
     def best(n: int, depth: int) -> tuple[int, tuple[int, ...]]:
         if depth == 0:
-            return (alone if n == 1 else tape_bytes * n), ()
+            return (alone if n == 1 else residual_bytes * n), ()
         options = []
         for c in shortest_segments(n):
             inner, cut = best(c, depth - 1)

@@ -9,18 +9,18 @@ class Problem:
 
     Attributes:
       length: number of layers.
-      carry_bytes: the state that one layer hands to the next.
-      tape_bytes: what the backward of one layer needs beyond its parameters and
+      carry_bytes: the state that one layer passes to the next.
+      residual_bytes: what the backward of one layer needs beyond its parameters and
         whatever is cheaply had again from them.
       param_bytes: one layer's slice of the stacked inputs.
-      alone_bytes: the part of the tape that is in memory when the layer is
+      alone_bytes: the part of the residuals that is in memory when the layer is
         recomputed and reversed at once, so that what is cheap never gets
         stored; None for all of it.
     """
 
     length: int
     carry_bytes: int = 1
-    tape_bytes: int = 1
+    residual_bytes: int = 1
     param_bytes: int = 0
     alone_bytes: int | None = None
 

@@ -31,7 +31,7 @@ class Choice:
     Attributes:
       bytes: kept until the layer is reversed.
       seconds: of what is recomputed, and of keeping the rest.
-      work_bytes: live besides, while the layer is reversed.
+      work_bytes: live on top of these while the layer is reversed.
       loop_bytes: more than that in a loop over layers, whose tapes are one array there.
     """
 

@@ -10,14 +10,14 @@ chains*, known as rotor): while the stages s..t are dealt with, the gradient of
 the last result is there, and
 
 - a segment holds its input, and needs the widest of its stages while it is evaluated;
-- a kept stage holds its tape; it needs its result beside that while it is
+- a kept stage holds its tape; it needs its result as well while it is
   evaluated, its gradient and working space while it is reversed;
 - what stands to the left of a stage is held while it is reversed, what stands to
   the right is gone.
 
 Boundaries are counted where they are held, not always as in the paper: the
 input of a kept stage takes room only when its option stores it.  The paper's tape
-ā of a stage includes the stage's result and has the input beside it, which is
+ā of a stage includes the stage's result and not its input, which is
 `Option(tape_bytes=input + ā, ..., input_bytes=input, output_bytes=result)`.
 """
 
@@ -35,7 +35,7 @@ class Option:
       tape_bytes: kept until the stage is reversed, with the stage's input if and
         only if this option stores it.
       seconds: of the forward work that this option does again.
-      work_bytes: live beside the tape and the result's gradient while the stage is reversed.
+      work_bytes: live on top of the tape and the result's gradient while the stage is reversed.
       input_bytes: of `tape_bytes`, what belongs to the stage's input, and is not
         counted again where that is held anyway.
       output_bytes: of `tape_bytes`, what belongs to the stage's result, likewise.
@@ -57,7 +57,7 @@ class Stage:
       carry_bytes: its result, the input of the next stage.
       options: the ways to keep what its backward needs, at least one.
       gradient_bytes: the gradient of its result.
-      overhead_bytes: live beside input and result while it is evaluated without a tape.
+      overhead_bytes: live on top of input and result while it is evaluated without a tape.
 
     Raises:
       ValueError: there is no option.
@@ -119,7 +119,7 @@ class ChainPlan:
     """A plan for a whole chain.
 
     Attributes:
-      bytes: what it needs beside the chain's input.
+      bytes: what it needs on top of the chain's input.
       seconds: of forward work beyond one evaluation of each stage.
       steps: what becomes of the stages, in their order.
     """
@@ -154,7 +154,7 @@ def peak_bytes(
 
     Args:
       carried, merged: see `jaxmem.solve.chain.solve_chain`.
-      extra_work: work_bytes of kept stages beside those of their options.
+      extra_work: work_bytes of kept stages on top of those of their options.
     """
     end = steps[-1]
     gradient = stages[(end.after if isinstance(end, Kept) else end.last) - 1].gradient_bytes
@@ -191,7 +191,7 @@ def peak_bytes(
 
 
 def evaluation_bytes(stages: Sequence[Stage], first: int, last: int) -> int:
-    """The most that evaluating stages first..last-1 without a tape takes beside their input."""
+    """The most that evaluating stages first..last-1 without a tape takes on top of their input."""
     widest = before = 0
     for stage in stages[first:last]:
         widest = max(widest, before + stage.carry_bytes + stage.overhead_bytes)

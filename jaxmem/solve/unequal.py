@@ -175,7 +175,7 @@ class Table:
         return np.where(better, held[0], loose[0]), np.where(better, held[1], loose[1])
 
     def _less(self, cells: _Cells, by: int) -> tuple[np.ndarray, np.ndarray]:
-        """The best with `by` bytes held besides, of each budget."""
+        """The best with `by` more bytes held, of each budget."""
         if by == 0:
             return cells.seconds, cells.bytes
         near, far = self._moves(by)

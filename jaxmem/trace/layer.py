@@ -182,7 +182,7 @@ class Layer:
         return Problem(
             length=length,
             carry_bytes=sum(map(nbytes, carry)),
-            tape_bytes=sum(nbytes(var.aval) for var in tape),
+            residual_bytes=sum(nbytes(var.aval) for var in tape),
             param_bytes=sum(map(nbytes, x)),
             alone_bytes=sum(nbytes(var.aval) for var in tape if self.is_stored(var)),
         )

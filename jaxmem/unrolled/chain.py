@@ -27,7 +27,7 @@ from jaxmem.unrolled.code import Code
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
 from jaxmem.unrolled.segment import Segment, segment_of
 
-# How many ways to keep what all of the code needs, as one segment, are looked at besides the menu.
+# How many ways to keep what all of the code needs as one segment are looked at.
 _LOOKS = 200
 # So many operations are looked at together.
 _TOGETHER = 450
@@ -58,8 +58,8 @@ class Chain:
       found: plans, among them all that no other one known beats in bytes and seconds.
 
     Args:
-      points: how many options of a stage are looked for besides the corners of its hull, which
-        are quickly found.
+      points: how many options of a stage are looked for between the corners of its convex
+        hull, which are quickly found.
     """
 
     def __init__(

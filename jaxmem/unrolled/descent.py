@@ -27,7 +27,7 @@ _NEAR = 1 / 400
 def descended(
     layer: Layer, graph: Graph, starts: Sequence[Keep], moment: Moment, looks: int
 ) -> list[Keep]:
-    """Choices besides these, of which fewer bytes are live at the peak.
+    """Other choices than these, of which fewer bytes are live at the peak.
 
     Args:
       looks: how many are looked at.

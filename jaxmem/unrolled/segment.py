@@ -41,7 +41,7 @@ class Segment:
     _more: dict[Any, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def extra_work_bytes(self, option: int, live_to_end: frozenset[int]) -> int:
-        """Working space beside that of an option, where these of its values stay: others hold them.
+        """Working space on top of an option's, where these of its values stay: others hold them.
 
         Args:
           live_to_end: their places.
@@ -72,8 +72,8 @@ def segment_of(
     """The ways to keep what the backward pass of a segment needs, with what each takes.
 
     Args:
-      points: how many are looked for besides the corners of their hull.
-      looks: how many besides these, by what is live at the peak.
+      points: how many are looked for between the corners of their convex hull.
+      looks: how many more, by what is live at the peak.
     """
     graph = graph_of(layer, roofline, offload)
     names = {

@@ -444,7 +444,7 @@ def test_a_long_drawing_is_cut():
 
 @pytest.mark.parametrize("n", LENGTHS)
 def test_each_policy_means_a_plan(n):
-    problem = Problem(n, carry_bytes=1, tape_bytes=1)
+    problem = Problem(n, carry_bytes=1, residual_bytes=1)
     dots = policies.dots()
     assert choose(policies.none(), problem) == Plan.none(n)
     assert choose(policies.full(), problem) == Plan.full(n)
@@ -466,7 +466,7 @@ def test_sqrt_of_equal_sizes_is_the_textbook():
 
 
 def test_sqrt_with_a_large_tape_is_full():
-    assert choose(policies.sqrt(), Problem(64, carry_bytes=1, tape_bytes=1000)) == Plan.full(64)
+    assert choose(policies.sqrt(), Problem(64, carry_bytes=1, residual_bytes=1000)) == Plan.full(64)
 
 
 @given(
@@ -476,7 +476,7 @@ def test_sqrt_with_a_large_tape_is_full():
     levels=st.integers(1, 3),
 )
 def test_sqrt_never_needs_more_than_full_or_none(n, carry, tape, levels):
-    problem = Problem(n, carry_bytes=carry, tape_bytes=tape)
+    problem = Problem(n, carry_bytes=carry, residual_bytes=tape)
     needed = choose(policies.sqrt(levels=levels), problem).bytes(carry, tape)
     assert needed <= Plan.full(n).bytes(carry, tape)
     assert needed <= Plan.none(n).bytes(carry, tape)
@@ -524,10 +524,10 @@ def test_runs_that_keep_the_same_are_one():
 def test_what_single_values_cost():
     plan = Plan.keep([(2, LESS), (5, KEEP), (1, None)])
     assert plan.extra_forwards() == 7
-    assert plan.bytes(carry_bytes=100, tape_bytes=30) == 2 * 4 + 5 * 10 + 30
+    assert plan.bytes(carry_bytes=100, residual_bytes=30) == 2 * 4 + 5 * 10 + 30
     cut = Plan.cut(12, (3,), KEEP)
-    assert cut.bytes(carry_bytes=100, tape_bytes=30) == 4 * 100 + 3 * 10
-    assert Plan.cut(12, (3,)).bytes(carry_bytes=100, tape_bytes=30) == 4 * 100 + 3 * 30
+    assert cut.bytes(carry_bytes=100, residual_bytes=30) == 4 * 100 + 3 * 10
+    assert Plan.cut(12, (3,)).bytes(carry_bytes=100, residual_bytes=30) == 4 * 100 + 3 * 30
 
 
 def test_how_single_values_read():

@@ -131,7 +131,7 @@ def test_masks_and_casts_in_jitted_functions_are_not_kept() -> None:
     specs = [jax.ShapeDtypeStruct(s, "float32") for s in [(64, 16, 16), (256, 16)]]
     (found,) = jaxmem.stacks(lambda w, h: jaxmem.scan(masked, h, w, remat="sqrt"), *specs)
     carry = found.problem.carry_bytes
-    assert found.problem.tape_bytes <= 4 * carry, "256 × 256 of mask would be 16"
+    assert found.problem.residual_bytes <= 4 * carry, "256 × 256 of mask would be 16"
 
 
 def test_names_given_in_a_custom_vjp() -> None:

@@ -30,7 +30,7 @@ def test_equal_sizes_give_the_textbook_square_root(n):
 
 @pytest.mark.parametrize("ratio", [4, 16])
 def test_a_tape_r_times_the_carry_shortens_segments_by_the_root_of_r(ratio):
-    (c,) = segment_lengths(1024, tape_bytes=ratio)
+    (c,) = segment_lengths(1024, residual_bytes=ratio)
     assert c == 32 // math.isqrt(ratio)
 
 

@@ -74,7 +74,7 @@ POLICIES: dict[str, Remat] = {
 def test_the_layer_of_the_growth_test_has_tape_equal_to_carry() -> None:
     ws, h = jnp.ones((4, CARRY[-1])), jnp.ones(CARRY)
     (found,) = jaxmem.stacks(lambda ws, h: jaxmem.scan(one_to_one, h, ws, remat="sqrt"), ws, h)
-    assert found.problem.tape_bytes == found.problem.carry_bytes == CARRY_BYTES
+    assert found.problem.residual_bytes == found.problem.carry_bytes == CARRY_BYTES
 
 
 def test_sqrt_grows_as_the_root_of_the_depth() -> None:

@@ -241,7 +241,7 @@ class _Walker:
         if estimate is None:
             self.found.uncounted.add("pallas_call")
             return self.leaf(eqn, ins, place)
-        # A kernel with a matrix product in it is one: its other work is small beside that.
+        # A kernel with a matrix product in it is one: its other work is small compared with that.
         work = estimate.flops + estimate.transcendentals
         if _has_matmul(eqn.params["jaxpr"]):
             return self.leaf(eqn, ins, place, estimate.transcendentals, estimate.flops)
