@@ -8,6 +8,7 @@ memory either.
 """
 
 import math
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -68,12 +69,13 @@ def peak_live(
     for at, eqn in enumerate(jaxpr.eqns):
         if calls_libraries:
             lives.run_by_gpu(at, eqn)
+        lives.work(at, _inside_bytes(eqn, fuses_operands))
         for atom in eqn.invars:
             if _jax.is_var(atom) and atom in waiting:
                 waiting.discard(atom)
                 lives.make(atom, at)
                 if atom in layout_copies:
-                    lives.copy(atom, at)
+                    lives.work(at, lives.bytes(atom))
         lives.evaluate(at, eqn)
     for atom in filter(_jax.is_var, jaxpr.outvars):
         lives.read(atom, len(jaxpr.eqns))
@@ -214,6 +216,25 @@ def _kind(eqn: Any) -> str:
     return "fused" if eqn.primitive.name == "gather" else kind_of(eqn)
 
 
+def _inside_bytes(eqn: Any, fuses_operands: bool) -> int:
+    """Bytes live inside of a loop or of a `jax.checkpoint`, next to what it reads and makes."""
+    if _jax.in_checkpoint(eqn) is None and eqn.primitive.name not in ("scan", "while", "cond"):
+        return 0
+    return max(_computed_in(sub, fuses_operands) for sub in _jax.all_subjaxprs(eqn))
+
+
+def _computed_in(closed: ClosedJaxpr, fuses_operands: bool) -> int:
+    known = _COMPUTED_IN.setdefault(closed.jaxpr, {})
+    if fuses_operands not in known:
+        peak = peak_live_bytes(_jax.inlined(closed), fuses_operands=fuses_operands)
+        known[fuses_operands] = max(peak - sum(map(nbytes, closed.out_avals)), 0)
+    return known[fuses_operands]
+
+
+# The same loop stands in a layer's forward pass and in all the ways to reverse it.
+_COMPUTED_IN: weakref.WeakKeyDictionary[Any, dict[bool, int]] = weakref.WeakKeyDictionary()
+
+
 class _Lives:
     """From when to when each array of a program is in memory."""
 
@@ -253,9 +274,10 @@ class _Lives:
         self._made[var] = self._last[var] = at
         self._behind[var] = frozenset([var])
 
-    def copy(self, var: Any, at: int) -> None:
-        """A second copy of an array is in memory here."""
-        self._work.append((at, self._bytes(var)))
+    def work(self, at: int, bytes: int) -> None:
+        """So much more is in memory here alone."""
+        if bytes:
+            self._work.append((at, bytes))
 
     def never_over(self, made: Collection[Any]) -> None:
         """Nothing is written over these."""
@@ -265,7 +287,7 @@ class _Lives:
         """Working space of an operation, and whether its results are a library's."""
         if by_library(eqn):
             self.never_over(eqn.outvars)
-            self._work.append((at, copied_to_swap(eqn)))
+            self.work(at, copied_to_swap(eqn))
         elif (placing := placing_bytes(eqn)) is not None:
             self._pooled.append((at, self._behind_of(eqn.invars[1]), eqn.outvars[0], *placing))
 
@@ -305,7 +327,7 @@ class _Lives:
 
     def part(self, at: int, atom: Any, var: Any) -> None:
         """What is a part of something larger is copied."""
-        if sum(map(self._bytes, self._behind_of(atom))) > self._bytes(var):
+        if sum(map(self.bytes, self._behind_of(atom))) > self.bytes(var):
             self.read(atom, at)
             self.make(var, at)
 
@@ -313,26 +335,26 @@ class _Lives:
         """The most bytes live at once, and what of that is held from the start."""
         changes = [0] * (self._length + 2)
         for var, at in self._made.items():
-            changes[at] += self._bytes(var)
-            changes[self._last[var] + 1] -= self._bytes(var)
+            changes[at] += self.bytes(var)
+            changes[self._last[var] + 1] -= self.bytes(var)
         work = list(self._work)
         for at, behind, var, first, later in self._pooled:
             # What was pooled is gone in the second step, if nothing else reads it.
-            gone = sum(self._bytes(source) for source in behind if self._last[source] == at)
-            work.append((at, max(first - self._bytes(var), later - gone)))
+            gone = sum(self.bytes(source) for source in behind if self._last[source] == at)
+            work.append((at, max(first - self.bytes(var), later - gone)))
         for at, bytes in work:
             changes[at] += bytes
             changes[at + 1] -= bytes
         for at, behind, made in self._over:
             over = (var for var in behind if var not in self._passed)
-            ends = [self._bytes(var) for var in over if self._last[var] == at]
+            ends = [self.bytes(var) for var in over if self._last[var] == at]
             for var in made:
                 if var in self._rounded:
                     self._round_at_once(var, behind, at, changes)
-                elif self._bytes(var) in ends:
-                    ends.remove(self._bytes(var))
-                    changes[at] -= self._bytes(var)
-                    changes[at + 1] += self._bytes(var)
+                elif self.bytes(var) in ends:
+                    ends.remove(self.bytes(var))
+                    changes[at] -= self.bytes(var)
+                    changes[at + 1] += self.bytes(var)
         live = peak = when = 0
         for at, change in enumerate(changes):
             live += change
@@ -345,7 +367,7 @@ class _Lives:
         # In the order in which they are made: that of a set goes by addresses, and plans with it.
         for source in sorted(behind, key=lambda var: self._made.get(var, -1)):
             if self._readers[source] == {at} and nbytes(source.aval) == nbytes(var.aval):
-                whole, half = self._bytes(source), self._bytes(var)
+                whole, half = self.bytes(source), self.bytes(var)
                 changes[self._made[source]] += half - whole
                 changes[at] -= half
                 changes[at + 1] += whole
@@ -361,7 +383,8 @@ class _Lives:
     def _behind_of(self, atom: Any) -> frozenset[Any]:
         return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
 
-    def _bytes(self, var: Any) -> int:
+    def bytes(self, var: Any) -> int:
+        """What a value takes in memory."""
         return nbytes(var.aval) // (2 if var in self._rounded else 1)
 
 

@@ -13,7 +13,7 @@ from jaxmem.errors import NoEffectWarning, warn
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.regions import Region, stack_region, unrolled_region
 from jaxmem.fitting.turn import Turn, turn_of
-from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, uses
+from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, twice_differentiated, uses
 from jaxmem.policies import ByLayer
 from jaxmem.trace import context
 from jaxmem.trace.layer import Layer, NoReverseMode
@@ -59,6 +59,14 @@ class Collector(ByLayer):
         for key, region in self.regions.items():
             # What was differentiated while the step was traced, and is not found, may yet be there.
             region.uses = found.get(key, NOWHERE if key in superseded else ONCE)
+
+        for key in twice_differentiated(closed, self._regions):
+            warn(
+                f"{self.regions[key].where} is differentiated twice, and planned for its first "
+                "derivative alone: what the second one keeps is in no prediction and can be most "
+                "of what the step needs, whatever the plan; a smaller batch lowers it",
+                NoEffectWarning,
+            )
 
     def turn(self, closed: Any) -> Turn:
         """Where the step turns from the forward to the backward pass of its regions."""

@@ -66,6 +66,10 @@ class Region:
         """
         raise NotImplementedError
 
+    def counted_bytes(self, several: bool) -> int:
+        """Of the results of the regions that this is, what `candidates` counts as kept."""
+        return 0
+
     def plan(self, candidate: Candidate) -> RegionPlan:
         """A candidate as the plan that is applied."""
         raise NotImplementedError
@@ -169,6 +173,9 @@ class UnrolledRegion(Region):
             UnrolledCandidate(plan.bytes, plan.seconds, kept_bytes=plan.kept_bytes, plan=plan)
             for plan in self.chain.plans(several, self.uses.stacked)
         )
+
+    def counted_bytes(self, several: bool) -> int:
+        return self.uses.live * self.chain.result_bytes if several else 0
 
     def plan(self, candidate: Candidate) -> RegionPlan:
         plan = self.chain.plan(_steps(candidate))

@@ -64,6 +64,18 @@ def uses(closed: Any, regions: Mapping[str, Hashable]) -> dict[Hashable, Uses]:
     }
 
 
+def twice_differentiated(closed: Any, regions: Mapping[str, Hashable]) -> set[Hashable]:
+    """Regions whose backward pass is differentiated in turn, as for a gradient of a gradient."""
+    found: set[Hashable] = set()
+    for eqn in closed.jaxpr.eqns:
+        stack = str(eqn.source_info.name_stack)
+        if any(re.search(r"jvp\(transpose\(", part) for part in stack.split("/")):
+            found.update(regions[scope] for scope in scopes_in(stack, regions))
+        for sub in _jax.all_subjaxprs(eqn):
+            found |= twice_differentiated(sub, regions)
+    return found
+
+
 def scopes_in(stack: str, scopes: Collection[str]) -> set[str]:
     """Those of the scopes of regions that a name stack is in."""
     return {scope for scope in re.findall(rf"{SCOPE}\d+\.", stack) if scope in scopes}

@@ -98,6 +98,15 @@ class Chain:
         """How many stages there are."""
         return len(self.cuts) - 1
 
+    @property
+    def result_bytes(self) -> int:
+        """What the code makes for others."""
+        return sum(nbytes(var.aval) for var in self._results)
+
+    @property
+    def _results(self) -> set[Any]:
+        return set(filter(_jax.is_var, self.code.closed.jaxpr.outvars)) - self.code.given
+
     def segment(self, kept: Kept) -> Segment:
         """What is kept."""
         return self.segments[kept.stage, kept.after]
@@ -166,11 +175,10 @@ class Chain:
           several: whether the results are the inputs of another such piece of code.
           stacked: whether these are the layers of a scan, which stacks what they hold.
         """
-        jaxpr, given = self.code.closed.jaxpr, self.code.given
-        results = {var for var in jaxpr.outvars if _jax.is_var(var)} - given
+        given, results = self.code.given, self._results
         held: set[Any] = set()
         # Of one that was before; what reads the results of the last one counts them.
-        kept = given_bytes = sum(nbytes(var.aval) for var in results) if several else 0
+        kept = given_bytes = self.result_bytes if several else 0
         for step in plan.steps:
             if isinstance(step, Recomputed):
                 held |= set(self.code.reads(self.cuts[step.first], self.cuts[step.last]))

@@ -121,6 +121,17 @@ def test_a_stack_traced_once_and_written_out_twice() -> None:
     assert region.uses == Uses(2, 2)
 
 
+@pytest.mark.parametrize("decorate", [jaxmem.remat_auto, jax.jit])
+def test_who_differentiates_a_gradient_is_told_that_this_is_not_planned(decorate: Any) -> None:
+    def penalty(ws: jax.Array, h: jax.Array, net: Any = decorate(net)) -> jax.Array:
+        return net(ws, h) + jnp.square(jax.grad(net, 1)(ws, h)).sum()
+
+    with pytest.warns(
+        jaxmem.NoEffectWarning, match="differentiated twice, and planned for its fir"
+    ):
+        problem(jax.grad(penalty), WS, H)
+
+
 def test_gradients_taken_within_a_scan_are_counted_once() -> None:
     def microbatches(ws: jax.Array, hs: jax.Array) -> jax.Array:
         one = lambda total, h: (total + jax.grad(net)(ws, h), None)  # noqa: E731

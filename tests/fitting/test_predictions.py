@@ -1,0 +1,77 @@
+"""What a step needs in addition to what its plans keep, predicted before a compiler is asked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.budgeted import problem, question
+from jax import lax
+
+import jaxmem
+
+WIDTH, ROWS, LAYERS = 512, 8192, 4
+WS = [
+    (
+        jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), "f4"),
+        jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), "f4"),
+    )
+] * LAYERS
+H = jax.ShapeDtypeStruct((ROWS, WIDTH), "f4")
+
+# ---------------------------------------------------------------- nets
+
+
+def block(ws: Any, h: jax.Array) -> jax.Array:
+    return h + jax.nn.gelu(h @ ws[0]) @ ws[1]
+
+
+def loop(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def net(ws: Any, h: jax.Array) -> jax.Array:
+        for w in ws:
+            h = block(w, h)
+        return h
+
+    return net
+
+
+def in_pairs(ws: Any, h: jax.Array) -> jax.Array:
+    two = jax.checkpoint(loop(jaxmem.remat_auto(block)))
+    return two(ws[2:], two(ws[:2], h))
+
+
+def where_positive(ws: Any, h: jax.Array) -> jax.Array:
+    return lax.cond(h[0, 0] > 0, block, lambda ws, h: 2 * h, ws, h)
+
+
+NETS = {
+    "a checkpoint on each block": jaxmem.remat_auto(loop(jax.checkpoint(block))),
+    "a checkpoint on each region": loop(jax.checkpoint(jaxmem.remat_auto(block))),
+    "a checkpoint on two regions": in_pairs,
+    "a checkpoint around all": jax.checkpoint(jaxmem.remat_auto(loop(block))),
+    "branches": jaxmem.remat_auto(loop(where_positive)),
+}
+
+# ---------------------------------------------------------------- tests
+
+
+SLOW = "a checkpoint on two regions", "a checkpoint around all"  # as the one on each region
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in NETS]
+)
+def test_bytes_are_those_of_the_compiled_program(name: str) -> None:
+    """As a user writes them, with everything kept and with the least; for an absent GPU."""
+
+    def step(ws: Any, h: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(lambda ws: jnp.square(NETS[name](ws, h)).mean())(ws)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
+
+    found = problem(step, WS, H, target="h100-80g", donate=(0,))
+    ask = question(step, WS, H, target="h100-80g", donate=(0,))
+    for candidate in {0, len(found.front) - 1}:
+        report = found.report(ask, candidate)
+        missed = abs(found.predicted[candidate] - report.required_bytes)
+        assert missed < 0.07 * report.temp_bytes
