@@ -69,7 +69,8 @@ def twice_differentiated(closed: Any, regions: Mapping[str, Hashable]) -> set[Ha
     found: set[Hashable] = set()
     for eqn in closed.jaxpr.eqns:
         stack = str(eqn.source_info.name_stack)
-        if any(re.search(r"jvp\(transpose\(", part) for part in stack.split("/")):
+        # Not just anywhere: so does a backward pass look that is a user's, with a gradient in it.
+        if re.search(r"(^|/)jvp\((jvp\()*transpose\(", stack):
             found.update(regions[scope] for scope in scopes_in(stack, regions))
         for sub in _jax.all_subjaxprs(eqn):
             found |= twice_differentiated(sub, regions)
