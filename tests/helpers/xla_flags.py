@@ -1,4 +1,4 @@
-"""How XLA's compiler for the CPU is told to compile in tests."""
+"""How XLA's compilers are told to compile in tests."""
 
 import platform
 
@@ -17,3 +17,12 @@ if jax.__version_info__ < (0, 11):  # later ones have no such choice
 FLAGS = QUICK
 if platform.machine().lower() in ("x86_64", "amd64"):
     FLAGS += " --xla_cpu_max_isa=AVX --xla_cpu_multi_thread_eigen=false"
+
+# Options of compilers for absent GPUs: products by NVIDIA's library rather than by code that is
+# made for each of them, half of the time of compiling.  For tests of what holds under any options.
+QUICK_GPU = {"xla_gpu_enable_triton_gemm": False}
+
+
+def quick(target: str) -> dict[str, bool]:
+    """Compiler options for a target, by its name."""
+    return {} if target == "local" or target.startswith("v") else QUICK_GPU

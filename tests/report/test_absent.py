@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.xla_flags import quick
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -46,6 +47,7 @@ BYTES = 2 * LAYERS * WIDTH * WIDTH * 4
 
 def report(loss: Any = scanned, batch: int = BATCH, **options: Any) -> jaxmem.MemoryReport:
     options = {"target": "h100-80g", "donate_argnums": (0, 1), **options}
+    options = {"compiler_options": quick(options["target"]), **options}
     return jaxmem.memory_report(step_of(loss), PARAMS, PARAMS, spec(batch, WIDTH), **options)
 
 
@@ -54,7 +56,7 @@ def report(loss: Any = scanned, batch: int = BATCH, **options: Any) -> jaxmem.Me
 
 @pytest.mark.parametrize("target", ["h100-80g", "v5e-16g"])
 def test_the_sum_is_that_of_its_parts_and_arguments_are_split_by_path(target: str):
-    found = report(jaxmem.remat_full(scanned), target=target)
+    found = report(jaxmem.remat_full(scanned), target=target, compiler_options={})
     assert found.required_bytes == (
         found.argument_bytes + found.output_bytes - found.alias_bytes + found.temp_bytes
     )
@@ -125,7 +127,8 @@ def test_figures_of_a_sharded_program_are_for_one_device(target: str):
     batch = spec(BATCH, WIDTH, sharding=rows)
     step = step_of(jaxmem.remat_full(scanned))
     args = params, params, batch
-    found = jaxmem.memory_report(step, *args, target=eight, donate_argnums=(0, 1))
+    options: Any = {"donate_argnums": (0, 1), "compiler_options": quick(target)}
+    found = jaxmem.memory_report(step, *args, target=eight, **options)
     assert found.devices == 8
     assert found.arguments["batch"] == BATCH * WIDTH * 4 // 8
     assert found.arguments["params/a"] == BYTES // 2
@@ -134,7 +137,7 @@ def test_figures_of_a_sharded_program_are_for_one_device(target: str):
     for work in ("flops", "matmul_flops"):
         assert getattr(found, work) == pytest.approx(getattr(alone, work) / 8, rel=0.01)
     # A target asked for by name alone has as many devices as the mesh.
-    again = jaxmem.memory_report(step, *args, target=target, donate_argnums=(0, 1))
+    again = jaxmem.memory_report(step, *args, target=target, **options)
     assert (again.required_bytes, again.cached) == (found.required_bytes, True)
     with pytest.raises(ValueError, match=r"sharded over 8 device\(s\).*has 4"):
         jaxmem.memory_report(step, *args, target=jaxmem.target(target, devices=4))
@@ -268,18 +271,24 @@ def test_a_tpu_program_that_is_too_large_is_a_report():
 # ---------------------------------------------------------------- the cache
 
 
+def wide(weights: Any, h: jax.Array) -> jax.Array:
+    """Without a product, so that it is compiled in a moment."""
+    return (jnp.sin(h) * weights["a"].sum((0, 1))).mean() + weights["b"].sum()
+
+
 def test_the_second_time_is_from_the_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path))
-    first, second = report(), report()
+    first, second = report(wide), report(wide)
     assert (first.cached, second.cached, second.compile_seconds) == (False, True, 0.0)
     assert first.buffers == second.buffers
     assert first.required_bytes == second.required_bytes
     # Another function, other options or no cache compile again.
-    assert not report(jaxmem.remat_full(scanned)).cached
-    assert not report(compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True}).cached
-    assert not report(cache=False).cached
+    assert not report(lambda weights, h: wide(weights, 2 * h)).cached
+    latency = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    assert not report(wide, compiler_options=latency).cached
+    assert not report(wide, cache=False).cached
     start = time.process_time()
-    report()
+    report(wide)
     assert time.process_time() - start < 5
 
 
@@ -319,9 +328,9 @@ def test_what_jax_cannot_lower_for_the_target_is_a_compile_error():
 
 def test_results_of_other_code_are_not_taken(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path))
-    report()
+    report(wide)
     monkeypatch.setattr(compiling, "_reader_digest", lambda: "another")
-    assert not report().cached
+    assert not report(wide).cached
 
 
 def test_what_cannot_be_exported_is_said():
