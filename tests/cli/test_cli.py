@@ -1,5 +1,6 @@
 """The command line, as a user types it: what it prints where, and its exit codes."""
 
+import functools
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from jaxmem.jobs.load import JobError, find
 from jaxmem.targets import installed
 
 TRAINING = str(Path(__file__).parents[1] / "helpers" / "training.py")
+LIGHT = str(Path(__file__).parents[1] / "helpers" / "light.py")
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 def run(*words: str) -> Result:
     return CliRunner().invoke(app, list(words), prog_name="jaxmem")
+
+
+@functools.cache
+def in_json(*words: str) -> str:
+    """A report as JSON, of each job and policy once."""
+    result = run("report", *words, "--json")
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def command(*words: str, **options) -> subprocess.CompletedProcess:
@@ -109,8 +119,8 @@ def test_a_job_is_found_by_module_file_and_default_name(tmp_path: Path):
     (tmp_path / "neighbour.py").write_text("")
     here = command("report", "my_job", "--json", cwd=tmp_path)
     assert here.returncode == 0, here.stderr
-    there = command("report", str(file), "--json")
-    assert there.returncode == 0, there.stderr
+    there = run("report", str(file), "--json")
+    assert there.exit_code == 0, there.stderr
     needs = [json.loads(one.stdout)["required_bytes"] for one in (here, there)]
     assert needs[0] == needs[1]
 
@@ -180,7 +190,7 @@ def test_json_stands_alone_whatever_the_job_prints(tmp_path: Path):
 def test_several_targets_at_once(tmp_path: Path):
     picture = tmp_path / "live.svg"
     result = run(
-        *("report", f"{TRAINING}:job", "--target", "h100-80g,v5e-16g", "--json"),
+        *("report", f"{LIGHT}:job", "--target", "h100-80g,v5e-16g", "--json"),
         *("--plot", str(picture)),
     )
     assert result.exit_code == 0, result.output
@@ -295,9 +305,7 @@ def test_an_error_after_the_json_leaves_one_document(
 
 def test_the_policy_goes_to_the_stacks_or_to_the_job():
     def needs(name: str, policy: str) -> int:
-        result = run("report", f"{TRAINING}:{name}", "--policy", policy, "--json")
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)["temp_bytes"]
+        return json.loads(in_json(f"{TRAINING}:{name}", "--policy", policy))["temp_bytes"]
 
     assert needs("job", "none") > needs("job", "own") == needs("job", "full")
     assert needs("with_policy", "none") == needs("job", "none")
@@ -369,8 +377,8 @@ def test_errors_while_the_module_is_loaded(tmp_path: Path):
     assert broken.returncode == 1
     assert "SyntaxError" in broken.stderr
     assert "Traceback" not in broken.stderr
-    lacks = command("report", "lacks.py:job", cwd=tmp_path)
-    assert lacks.returncode == 1
+    lacks = run("report", f"{tmp_path / 'lacks.py'}:job")
+    assert lacks.exit_code == 1
     assert "import a_module_that_is_not_there" in lacks.stderr
     assert "ModuleNotFoundError: No module named 'a_module_that_is_not_there'" in lacks.stderr
 
@@ -387,11 +395,11 @@ def test_a_plot_that_cannot_be_written_is_an_error_before_anything_is_compiled(
 
 def test_colours_in_a_terminal():
     """Through a pseudoterminal; the verdict stands in the first line in any case."""
-    words = ["report", f"{TRAINING}:job", "--no-suggest"]
+    words = ["report", f"{LIGHT}:job", "--no-suggest"]
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
     code, said = in_terminal([sys.executable, "-m", "jaxmem", *words], env=env)
     assert code == 0
-    assert "compiling train_step for local" in said
+    assert "compiling step for local" in said
     assert "\x1b[" in said
     assert "needs " in said
 
@@ -402,9 +410,8 @@ def test_colours_in_a_terminal():
 def test_diff_explains_the_second_less_the_first(tmp_path: Path):
     files = []
     for policy in ("none", "full"):
-        result = run("report", f"{TRAINING}:job", "--policy", policy, "--json")
         files.append(tmp_path / f"{policy}.json")
-        files[-1].write_text(result.stdout)
+        files[-1].write_text(in_json(f"{TRAINING}:job", "--policy", policy))
     before, after = (jaxmem.MemoryReport.from_json(file.read_text()) for file in files)
     result = run("diff", *map(str, files))
     assert result.exit_code == 0, result.output
@@ -470,7 +477,7 @@ def test_doctor_where_something_is_missing():
 def test_cache_shows_and_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path / "cache"))
     assert "0 results, 0 B" in run("cache", "show").stdout
-    words = ("report", f"{TRAINING}:job", "--target", "h100-80g", "--json")
+    words = ("report", f"{LIGHT}:job", "--target", "h100-80g", "--json")
     first, second = (json.loads(run(*words).stdout) for _ in range(2))
     assert not first["cached"]
     assert second["cached"]

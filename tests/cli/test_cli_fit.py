@@ -14,7 +14,8 @@ from jaxmem.cli.app import app
 from jaxmem.jobs.load import find
 
 TRAINING = str(Path(__file__).parents[1] / "helpers" / "training.py")
-JOB = f"{TRAINING}:job"
+MODEL = f"{TRAINING}:job"  # of Flax and optax
+JOB = f"{Path(__file__).parents[1] / 'helpers' / 'light.py'}:job"
 KIB = 1024
 
 
@@ -55,7 +56,7 @@ def test_a_budget_is_kept_and_its_plan_is_saved_and_applied(tmp_path: Path):
 
 
 def test_json_stands_alone_and_holds_all(tmp_path: Path):
-    words = ("fit", JOB, "--budget", "300KiB", "--json", "--set", "layers=4")
+    words = ("fit", MODEL, "--budget", "300KiB", "--json", "--set", "layers=4")
     result = run(*words, "--explain", "--save", str(tmp_path / "plan.json"))
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
@@ -69,7 +70,7 @@ def test_json_stands_alone_and_holds_all(tmp_path: Path):
     assert 1 <= data["compiles"] <= 6
     assert {row["decision"] for row in data["values"]} <= {"keep", "recompute", "offload"}
     assert "fit: plan " in result.stderr
-    job = find(JOB).make({"layers": 4})
+    job = find(MODEL).make({"layers": 4})
     with jaxmem.use_plan(tmp_path / "plan.json"):
         assert job.report(suggest=False).required_bytes == report.required_bytes
 
@@ -92,7 +93,7 @@ def test_what_does_not_fit_ends_with_2_and_says_why(tmp_path: Path):
 
 
 def test_explain_says_what_becomes_of_each_value():
-    result = run("fit", JOB, "--budget", "400KiB", "--set", "batch=128", "--explain")
+    result = run("fit", MODEL, "--budget", "400KiB", "--set", "batch=128", "--explain")
     assert result.exit_code == 0, result.stderr
     assert "training.py:" in result.stdout
     assert "recompute" in result.stdout

@@ -27,6 +27,7 @@ from jaxmem.jobs.load import find
 from jaxmem.jobs.parse import PolicyText
 
 TRAINING = str(Path(__file__).parents[1] / "helpers" / "training.py")
+LIGHT = str(Path(__file__).parents[1] / "helpers" / "light.py")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def sweep(out: Path, *words: str, job: str = "job") -> Result:
+def sweep(out: Path, *words: str, job: str = f"{LIGHT}:job") -> Result:
     where = job if ":" in job else f"{TRAINING}:{job}"
     return CliRunner().invoke(app, ["sweep", where, "--out", str(out), *words])
 
@@ -164,7 +165,7 @@ def test_every_combination_is_a_row(tmp_path: Path):
     assert all(row["error"] is None and row["target"] == "local" for row in rows)
     assert rows[1]["temp_bytes"] > rows[0]["temp_bytes"] > rows[2]["temp_bytes"]
     with jaxmem.use_policy("none"):
-        report = find(f"{TRAINING}:job").make({"batch": 32, "accum": 2}).report(suggest=False)
+        report = find(f"{LIGHT}:job").make({"batch": 32, "accum": 2}).report(suggest=False)
     for name in ("required_bytes", "temp_bytes", "matmul_flops", "recompute_overhead", "fits"):
         assert rows[0][name] == getattr(report, name)
     table = sweep(out, *words).stdout.splitlines()
@@ -304,7 +305,7 @@ from jaxmem import Job
 
 def job():
     def step(x):
-        for k in range(1000):
+        for k in range(600):
             x = jnp.sin(x @ x) * k + x.sum(0)
         return x
     return Job(step, (jax.ShapeDtypeStruct((512, 512), "float32"),))
@@ -325,6 +326,7 @@ def test_an_interrupt_does_not_wait_for_compilers(tmp_path: Path):
     process = subprocess.Popen(
         [sys.executable, "-c", _INTERRUPTIBLE, *words],
         cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -332,7 +334,10 @@ def test_an_interrupt_does_not_wait_for_compilers(tmp_path: Path):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (tmp_path / "sweep.csv").exists():
         time.sleep(0.1)
-    time.sleep(8)  # it traces, and then it compiles for half a minute or more
+    # It traces, and then it compiles for twenty seconds or more.
+    while time.monotonic() < deadline and not list(tmp_path.glob("jaxmem-*/program")):
+        time.sleep(0.1)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
     stdout, stderr = process.communicate()
