@@ -17,6 +17,7 @@ import numpy as np
 import programs
 import pytest
 import verify_predictions
+from helpers.xla_flags import quick
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
@@ -168,7 +169,7 @@ def test_unrolled_layers_need_barriers_on_gpu() -> None:
 def test_unrolled_layers_need_barriers_on_tpu() -> None:
     # Small layers and few, since each of them is compiled by itself.
     off, on = (
-        required(FORMS[f"unrolled, barriers {word}"], TPU, layers=3, width=256, batch=16384)
+        required(FORMS[f"unrolled, barriers {word}"], TPU, layers=3, width=128, batch=32768)
         for word in ("off", "on")
     )
     assert off > 2 * on
@@ -275,9 +276,12 @@ def test_sharded_program_is_counted_per_device(target: str) -> None:
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    donated = {"donate_argnums": job.donate_argnums}
-    one = report(job.step, *job.args, target=target, **donated)
-    found = report(job.step, *jax.tree.map(shard, job.args), target=eight, **donated)
+    options: dict[str, Any] = {
+        "donate_argnums": job.donate_argnums,
+        "compiler_options": quick(target),
+    }
+    one = report(job.step, *job.args, target=target, **options)
+    found = report(job.step, *jax.tree.map(shard, job.args), target=eight, **options)
     assert (one.devices, found.devices) == (1, 8)
     whole = {name: 1 if name.endswith("count") else 8 for name in one.arguments}
     assert found.arguments == {name: one.arguments[name] // whole[name] for name in whole}
@@ -366,7 +370,9 @@ def test_policies_reach_the_programs(name: str) -> None:
 
 def test_donation_is_worth_the_state() -> None:
     kept, donated = (
-        programs.mlp(layers=2, donate=donate).report(GPU, cache=False, suggest=False)
+        programs.mlp(layers=2, donate=donate).report(
+            GPU, cache=False, suggest=False, compiler_options=quick(GPU)
+        )
         for donate in (False, True)
     )
     state = sum(n for name, n in kept.arguments.items() if name != "x")
