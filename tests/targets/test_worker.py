@@ -239,7 +239,9 @@ def test_64_bit_types_stay():
     assert found.stats["argument_bytes"] == 8000
 
 
-@pytest.mark.parametrize("name", ["h100-80g", "t4-16g"])
+@pytest.mark.parametrize(
+    "name", ["h100-80g", pytest.param("a100-40g", marks=pytest.mark.slow), "t4-16g"]
+)
 def test_sums_from_the_table_are_the_compilers_own(name):
     """They replace it where the compiler stops after buffer assignment."""
     found = compiled(name, gradients, W, X, donate=(0,))
