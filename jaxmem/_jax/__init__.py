@@ -25,6 +25,7 @@ from jaxmem._jax.evaluation import bound as bound
 from jaxmem._jax.evaluation import evaluate as evaluate
 from jaxmem._jax.evaluation import evaluate_each as evaluate_each
 from jaxmem._jax.evaluation import inlined as inlined
+from jaxmem._jax.evaluation import with_consts as with_consts
 from jaxmem._jax.evaluation import without_checkpoint as without_checkpoint
 from jaxmem._jax.evaluation import without_consts as without_consts
 from jaxmem._jax.evaluation import without_jit as without_jit

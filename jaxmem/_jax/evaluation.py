@@ -41,6 +41,19 @@ def without_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     return trace(run, avals), consts
 
 
+def with_consts(closed: ClosedJaxpr, values: Mapping[int, Any]) -> ClosedJaxpr:
+    """The other way round: a jaxpr with these of its operands, by place, as its constants."""
+    jaxpr = closed.jaxpr
+    places = sorted(values)
+    rest = [var for at, var in enumerate(jaxpr.invars) if at not in values]
+    info = jaxpr.debug_info.with_unknown_names()
+    constvars = [*jaxpr.constvars, *(jaxpr.invars[at] for at in places)]
+    return ClosedJaxpr(
+        jaxpr.replace(constvars=constvars, invars=rest, debug_info=info),
+        [*closed.consts, *(values[at] for at in places)],
+    )
+
+
 def without_checkpoint(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
     """For `evaluate`: the inside of what `jax.checkpoint` made."""
     inner = in_checkpoint(eqn)

@@ -110,14 +110,14 @@ def _passing(
         source = _looked_at(eqn)
         for var in eqn.outvars:
             if source is None:
-                made[var] = scopes_in(stack, regions)
+                made[var] = _scopes(eqn, regions)
             else:
                 base[var] = base.get(source, source)
     found: dict[Any, set[str]] = {}
     between = {a for eqn in jaxpr.eqns[ahead:back] for a in eqn.invars if _jax.is_var(a)}
     read = {base.get(atom, atom) for atom in between}
     for eqn in jaxpr.eqns[back:]:
-        own = scopes_in(str(eqn.source_info.name_stack), regions)
+        own = _scopes(eqn, regions)
         for atom in filter(_jax.is_var, eqn.invars):
             var = base.get(atom, atom)
             is_stored = atom in stored or var in stored
@@ -127,6 +127,18 @@ def _passing(
     for var, scopes in found.items():
         sizes[regions[min(scopes)] if scopes else None] += nbytes(var.aval)
     return sizes
+
+
+def _scopes(eqn: Any, regions: Collection[str]) -> set[str]:
+    """Those that an operation is in, and those in it: a scan's residuals are its regions'.
+
+    To a checkpoint that is reversed no region in it has left anything.
+    """
+    found = scopes_in(str(eqn.source_info.name_stack), regions)
+    if _jax.in_checkpoint(eqn) is None:
+        for sub in _jax.all_subjaxprs(eqn):
+            found.update(*(_scopes(inner, regions) for inner in sub.jaxpr.eqns))
+    return found
 
 
 def _looked_at(eqn: Any) -> Any:

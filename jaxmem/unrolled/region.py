@@ -5,7 +5,8 @@ is told from what is only evaluated.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
@@ -25,10 +26,12 @@ class SingleLayer(Stack):
     Attributes:
       policy: says how it runs where it is differentiated.
       label: what it is called in messages.
+      num_closed_over: how many operands are what the code closed over, and no argument of it.
     """
 
     policy: ByLayer
     label: str
+    num_closed_over: int
 
     @property
     def called(self) -> str:
@@ -42,11 +45,19 @@ class SingleLayer(Stack):
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Results and their tangents; a tangent is None for zero."""
         wrt = self.wrt([t is not None for t in tangents])
-        inside = context.is_inside_layer()  # of a stack with a plan
-        return self.derivative(self.run if inside else self._planned, wrt, args, tangents)
+        if context.is_inside_layer():  # of a stack with a plan
+            return self.derivative(self.run, wrt, args, tangents)
+        # No derivative is asked of what has none: a user's rule may not have one for what it
+        # closes over.
+        fixed = {at for at in range(self.num_closed_over) if tangents[at] is None}
+        return self.derivative(functools.partial(self._planned, fixed), wrt, args, tangents)
 
-    def _planned(self, args: Sequence[Any]) -> list[Any]:
-        return self._stacked(self.policy.run_unrolled(self.form.body.jaxpr, args, self.label))
+    def _planned(self, fixed: Collection[int], args: Sequence[Any]) -> list[Any]:
+        closed = self.form.body.jaxpr
+        if fixed:
+            closed = _jax.with_consts(closed, {at: args[at] for at in fixed})
+        others = [arg for at, arg in enumerate(args) if at not in fixed]
+        return self._stacked(self.policy.run_unrolled(closed, others, self.label))
 
     def _stacked(self, outs: Sequence[Any]) -> list[Any]:
         avals = self.form.body.jaxpr.out_avals
@@ -59,5 +70,10 @@ def run_region(closed: ClosedJaxpr, args: Sequence[Any], policy: ByLayer, label:
         return _jax.evaluate(closed, args)
     open_, consts = _jax.without_consts(closed)
     body = Body(open_, len(consts) + len(args), 0)
-    region = SingleLayer(form=Form(body, 1, interleaved=True), policy=policy, label=label)
+    region = SingleLayer(
+        form=Form(body, 1, interleaved=True),
+        policy=policy,
+        label=label,
+        num_closed_over=len(consts),
+    )
     return [out[0] for out in _jax.bind_stack(region, [*consts, *args])]

@@ -155,6 +155,7 @@ def test_results_that_are_no_arrays_and_results_of_the_middle() -> None:
             assert_close(jax.jit(as_arrays)(*args), ((value, aux), gradient), 3e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*is differentiated twice:jaxmem.NoEffectWarning")
 def test_derivatives_of_derivatives_and_vmap() -> None:
     params, h = arrays()
     params = {"ws": params["ws"][:4]}
