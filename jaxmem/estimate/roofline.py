@@ -22,6 +22,10 @@ Kind = Literal["kernel", "fused", "reduction", "view"]
 # What is left of the bytes of a fused operation, and of a reduction behind a fused chain.
 FUSED_SHARE = 1 / 32
 REDUCED_SHARE = 1 / 8
+# What is left of all bytes where matmul FLOPs are what counts.  With next to nothing, plans that
+# recompute whatever is elementwise looked best, and their programs need up to a tenth more than is
+# predicted: of programs that fit the same budget the FLOPs were then up to 0.9 points more.
+FLOPS_ONLY_SHARE = 0.3
 # Sixteen lanes of PCIe 5, and of PCIe 4; what a copy to the host and back is paid at.
 HOST_BANDWIDTH = 25e9
 
@@ -34,7 +38,7 @@ class Roofline:
       matrix_peak: FLOP per second of dense bf16 matrix products.
       bandwidth: of the device's memory, in bytes per second.
       host_bandwidth: between device and host, in bytes per second.
-      flops_only: whether matrix products are all that counts.
+      flops_only: whether matrix products are what counts, and bytes a part of their time.
       fuses_operands: whether matrix products compute themselves what is elementwise in front of
         them, and read float32 rounded to bfloat16 unless they are asked for more, as on a TPU;
         what nothing else reads is then in memory so.
@@ -78,7 +82,7 @@ class Roofline:
         return 2 * size / self.host_bandwidth
 
     def _moved(self, size: float) -> float:
-        return size / self.bandwidth * (1e-3 if self.flops_only else 1)
+        return size / self.bandwidth * (FLOPS_ONLY_SHARE if self.flops_only else 1)
 
 
 def _width(eqn: Any) -> float:

@@ -60,7 +60,7 @@ class Collector(ByLayer):
             # What was differentiated while the step was traced, and is not found, may yet be there.
             region.uses = found.get(key, NOWHERE if key in superseded else ONCE)
 
-        for key in twice_differentiated(closed, self._regions):
+        for key in self.regions.keys() & twice_differentiated(closed, self._regions):
             warn(
                 f"{self.regions[key].where} is differentiated twice, and planned for its first "
                 "derivative alone: what the second one keeps is in no prediction and can be most "

@@ -1,6 +1,7 @@
 """What of a step can be planned, and the Pareto front of its plans; no compiler is asked."""
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Literal, get_args
 
 import jax
@@ -135,7 +136,9 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     # Of regions that compute the same the copies are made one after the other.
     others = fixed + gradients + sum(region.param_copies for region in regions)
     turn = collector.turn(program.jaxpr)
-    counted_in = {key: region.counted_bytes(several) for key, region in collector.regions.items()}
+    counted_in: dict[Hashable, int] = {
+        key: region.counted_bytes(several) for key, region in collector.regions.items()
+    }
     others += sum(max(size - counted_in.get(key, 0), 0) for key, size in turn.passing.items())
     counted = several and isinstance(regions[-1], UnrolledRegion)  # what the last one gives
     whole = pareto_front(options, turn_bytes=turn.bytes - counted * turn.given_bytes)
