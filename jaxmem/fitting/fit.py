@@ -69,7 +69,7 @@ def fit(
       static_argnums: as for `jax.jit`.
       allow_offload: whether values may be sent to host memory.
       cost: what is made least: seconds by a "roofline" of the target, seconds of kernels
-        "measured" on the attached device, or "flops" of matrix products alone.
+        "measured" on the attached device, or "flops", above all those of matrix products.
       max_compiles: how often the step may be compiled; where fewer do not suffice to see the next
         faster plan fail, the answer may be slower than need be, and `.explain()` says so.
       max_seconds: after so many no further plan is compiled once one fits, and the best so far is
