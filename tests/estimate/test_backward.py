@@ -151,7 +151,7 @@ def test_gradients_are_those_of_the_layer(shape: str) -> None:
     flat = inputs(shape)
     for layer in layers(shape):
         consts, _, x = layer.body.split_in(flat)
-        outs, _, tape = layer.tape(consts, flat[len(consts) :], x)
+        outs, _, tape = jax.jit(layer.tape)(consts, flat[len(consts) :], x)
 
         def pulled(pull, layer=layer, consts=consts, x=x, tape=tape):
             cts = [jnp.full(aval.shape, 0.5, aval.dtype) for aval in layer.body.jaxpr.out_avals]
@@ -178,7 +178,7 @@ def test_what_waits_is_not_live_early(monkeypatch: pytest.MonkeyPatch) -> None:
             h = jax.nn.relu(y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5))
         return jnp.square(h).mean()
 
-    width, rows, depth = 1024, 16384, 12
+    width, rows, depth = 1024, 16384, 7
     spec = (
         [jax.ShapeDtypeStruct((width, width), jnp.float32)] * depth,
         jax.ShapeDtypeStruct((rows, width), jnp.float32),

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def test_masks_are_made_where_they_are_read() -> None:
     assert found["conv_general_dilated"] == "float32[64,64,64,32]"
 
 
-@pytest.mark.parametrize("place", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("place", [0.0, pytest.param(0.7, marks=pytest.mark.slow), 1.0])
 def test_convolutions_and_poolings_are_predicted(place: float) -> None:
     found, ask = vgg()
     assert abs(off_of(found, ask, place)) < 0.1
@@ -83,12 +84,15 @@ def unet() -> tuple[StepProblem, CompileRequest]:
     return plans_of(MODELS["unet"]())
 
 
-def plans_of(job: jaxmem.Job) -> tuple[StepProblem, CompileRequest]:
+@functools.cache
+def for_a_tpu(model: str) -> tuple[StepProblem, CompileRequest]:
+    return plans_of(MODELS[model](), target="v5e-16g", donate=(0,))
+
+
+def plans_of(job: jaxmem.Job, **options: Any) -> tuple[StepProblem, CompileRequest]:
     """The plans of a job, and what the compiler is asked with them."""
-    return (
-        problem(job.step, *job.args, target=TARGET),
-        question(job.step, *job.args, target=TARGET),
-    )
+    options = {"target": TARGET, **options}
+    return problem(job.step, *job.args, **options), question(job.step, *job.args, **options)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +158,10 @@ def test_convolutions_with_swapped_operands_read_copies() -> None:
             h = jnp.tanh(h)
         return h.sum()
 
-    job = jax.grad(jaxmem.remat_auto(loss)), [KERNEL] * 3, IMAGES
-    assert abs(off(*job, place=1.0)) < 0.01
+    step = jax.grad(jaxmem.remat_auto(loss))
+    found = problem(step, [KERNEL] * 3, IMAGES, target=TARGET)
+    ask = question(step, [KERNEL] * 3, IMAGES, target=TARGET)
+    assert abs(off_of(found, ask, 1.0)) < 0.01
 
 
 def stacked(ws: jax.Array, h: jax.Array) -> jax.Array:
@@ -175,13 +181,14 @@ def test_gradients_of_a_stack_are_not_there_before_its_loops_are_reversed() -> N
         return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws))
 
     found = problem(step, ws, h, target=TARGET, donate=(0,))
+    ask = question(step, ws, h, target=TARGET, donate=(0,))
     tails = [
         number
         for number, candidate in enumerate(found.front)
         if found.candidates[0][candidate.picks[0]].runs[1:] == ((1, 0),)
     ]
     assert tails
-    assert abs(off(step, ws, h, place=tails[-1] / (len(found.front) - 1), donate=(0,))) < 0.1
+    assert abs(off_of(found, ask, place=tails[-1] / (len(found.front) - 1))) < 0.1
 
 
 def looked_at(target: str) -> StackRegion:
@@ -211,22 +218,11 @@ def test_stacks_hold_rounded_what_only_products_read_on_a_tpu() -> None:
     ],
 )
 def test_programs_for_a_tpu_are_predicted(model: str, place: float) -> None:
-    job = MODELS[model]()
-    found = off(job.step, *job.args, place=place, donate=(0,), target="v5e-16g")
-    assert abs(found) < 0.15
-
-
-def off(step, *args, place: float, donate: tuple[int, ...] = (), target: str = TARGET) -> float:
-    """How far the temporaries of a candidate are from their prediction."""
-    return off_of(
-        problem(step, *args, target=target, donate=donate),
-        question(step, *args, target=target, donate=donate),
-        place,
-    )
+    assert abs(off_of(*for_a_tpu(model), place)) < 0.15
 
 
 def off_of(found: StepProblem, ask: CompileRequest, place: float) -> float:
-    """The same, of plans that were made before."""
+    """How far the temporaries of a candidate are from their prediction."""
     candidate = round(place * (len(found.front) - 1))
     report = found.report(ask, candidate)
     fixed = report.required_bytes - report.temp_bytes

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -362,8 +363,19 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("where", PLATFORMS)
-@pytest.mark.parametrize("program", PROGRAMS)
+# The TPU's compiler takes its time: for a gradient without groups, strides and checkpoints alone.
+LONGER = {"scan recomputed", "larger branch", "conv strided", "conv in groups"}
+
+
+@pytest.mark.parametrize(
+    ("program", "where"),
+    [
+        pytest.param(
+            program, where, marks=[pytest.mark.slow] * (where == "tpu" and program in LONGER)
+        )
+        for program, where in itertools.product(PROGRAMS, PLATFORMS)
+    ],
+)
 def test_matmul_flops_are_what_the_mathematics_says(program: str, where: str):
     fn, specs, total, recomputed = PROGRAMS[program]
     module = hlo.parse(compiled(where, fn, *specs).hlo)

@@ -56,7 +56,7 @@ DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
 
 
 @given(how=poolings(), dtype=DTYPES, seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_it_is_jaxs_own_gradient(how: Any, dtype: str, seed: int) -> None:
     """Of whole numbers with many ties, sums of which are exact; infinities and NaN among them."""
     rng = np.random.default_rng(seed)
@@ -100,14 +100,17 @@ def planned(kernels: list[jax.Array], x: jax.Array) -> jax.Array:
     "transformed",
     [
         lambda f: jax.grad(f, (0, 1)),
-        lambda f: lambda k, x: jax.vmap(jax.grad(f), (None, 0))(k, jnp.stack([x, 2 * x])),
-        lambda f: lambda k, x: jax.jvp(partial(f, k), (x,), (jnp.cos(x),)),
-        lambda f: jax.grad(lambda k, x: jnp.square(jax.grad(f, 1)(k, x)).sum()),
         lambda f: jax.jit(jax.grad(f)),
+        lambda f: jax.jit(
+            lambda k, x: jax.vmap(jax.grad(f), (None, 0))(k, jnp.stack([x, 2 * x])),
+        ),
+        lambda f: jax.jit(lambda k, x: jax.jvp(partial(f, k), (x,), (jnp.cos(x),))),
+        lambda f: jax.jit(jax.grad(lambda k, x: jnp.square(jax.grad(f, 1)(k, x)).sum())),
     ],
-    ids=["grad", "vmap", "forward", "twice", "jit"],
+    ids=["grad", "jit", "vmap", "forward", "twice"],
 )
 def test_derivatives_are_those_of_the_plain_code(transformed: Any) -> None:
+    """Operation by operation, and compiled as a whole, which takes less time."""
     found, expected = (transformed(f)(KERNELS, IMAGES) for f in (planned, net))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), found, expected)
 
@@ -189,7 +192,7 @@ def test_a_gpu_needs_less_than_for_jaxs_own(stride: int, whole: float, part: flo
     padded = (2 - stride, 1)
     how = (1, 3, 3, 1), (1, stride, stride, 1), ((0, 0), padded, padded, (0, 0))
     first, kernel = (Spec((3, 3, given, 64), "float32") for given in (3, 64))
-    kernels, x = [[first, kernel], *[[kernel] * 2] * 2], Spec((32, 128, 128, 3), "float32")
+    kernels, x = [[first, kernel], [kernel] * 2], Spec((32, 128, 128, 3), "float32")
     grad = jax.grad(partial(convs, how=how))
     own = jaxmem.memory_report(grad, kernels, x, target="h100-80g", suggest=False)
     grad = jax.grad(jaxmem.remat_auto(partial(convs, how=how)))

@@ -1,6 +1,7 @@
 """What really runs again: evaluations of a layer, counted at run time against the plans."""
 
 import collections
+import itertools
 import threading
 
 import jax
@@ -52,7 +53,11 @@ def count(n: int, remat: str | policies.Policy | Plan, *, reverse: bool = False)
 
 @pytest.mark.parametrize(
     ("n", "slots", "extra"),
-    [(n, s, extra) for n, row in REVOLVE.items() for s, extra in row.items()],
+    [
+        pytest.param(n, s, extra, marks=[pytest.mark.slow] * (10 < n < 100))
+        for n, row in REVOLVE.items()
+        for s, extra in row.items()
+    ],
 )
 def test_revolve_runs_what_the_published_table_says(n: int, slots: int, extra: int) -> None:
     counter = count(n, policies.revolve(slots))
@@ -82,12 +87,24 @@ PLANS = [
     Plan.revolve(5, 100),
     Plan.full(7, policies.dots()),
 ]
+BACKWARDS = [
+    Plan.none(7),
+    Plan.full(7),
+    Plan.periodic(61, levels=2),
+    Plan.cut(13, (6, 1)),
+    Plan.revolve(61, 3),
+]
 
 
 @pytest.mark.parametrize(
-    "plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.length}-{plan.lengths}"
+    ("reverse", "plan"),
+    [
+        # Backwards one plan of each kind, and the others among the slow ones.
+        pytest.param(reverse, plan, marks=[pytest.mark.slow] * (reverse and plan not in BACKWARDS))
+        for reverse, plan in itertools.product([False, True], PLANS)
+    ],
+    ids=lambda one: f"{one.kind}-{one.length}-{one.lengths}" if isinstance(one, Plan) else None,
 )
-@pytest.mark.parametrize("reverse", [False, True])
 def test_extra_forwards_is_what_runs(plan: Plan, reverse: bool) -> None:
     counter = count(plan.length, plan, reverse=reverse)
     assert sum(counter.runs.values()) == plan.length + plan.extra_forwards()
@@ -119,6 +136,7 @@ def test_primes_cost_what_their_neighbours_cost() -> None:
         assert max(costs) - min(costs) <= 0.1 * min(costs)
 
 
+@pytest.mark.slow  # one more size
 def test_ten_thousand_layers_run() -> None:
     counter = count(10_000, policies.revolve(30))
     assert sum(counter.runs.values()) == 10_000 + Plan.revolve(10_000, 30).extra_forwards()

@@ -3,6 +3,7 @@
 Every plan here comes from the front that `jaxmem.fit` searches, and runs by `use_plan`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ def test_numbers_are_those_of_the_plain_scan(model: str) -> None:
     same = assert_close if model in NOT_EXACT else assert_same
     step = differentiate(jaxmem.remat_auto(at.loss))
     expected = exact_jit(differentiate(at.loss))(at.params, at.inputs)
-    for plan in plans(step, at.params, at.inputs, most=3):
+    for plan in plans(step, at.params, at.inputs, most=2):
         same(under(plan, step)(at.params, at.inputs), expected)
 
 
@@ -59,7 +60,7 @@ def under(plan: jaxmem.StepPlan, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def agree(
-    build: Callable[[Any], Any], fn: Any, *args: Any, most: int = 3, tolerance: float = 1e-6
+    build: Callable[[Any], Any], fn: Any, *args: Any, most: int = 2, tolerance: float = 1e-6
 ) -> None:
     """What `build` makes of a function is the same along the Pareto front of its plans."""
     expected = exact_jit(build(fn))(*args)
@@ -75,20 +76,22 @@ def test_lengths(n: int) -> None:
     at = MODELS["tuple_carry"].make(n)
     step = differentiate(jaxmem.remat_auto(at.loss))
     expected = exact_jit(differentiate(at.loss))(at.params, at.inputs)
-    for plan in plans(step, at.params, at.inputs, most=4):
+    for plan in plans(step, at.params, at.inputs, most=3):
         assert_same(under(plan, step)(at.params, at.inputs), expected)
 
 
-def by_hand(step: Any, args: Any, runs: Callable[[policies.Keep], Any]) -> jaxmem.StepPlan:
-    """The step's plan with the runs of its one stack written by hand, of what one layer keeps."""
+def kept_in(step: Any, *args: Any) -> tuple[jaxmem.RegionPlan, policies.Keep]:
+    """A plan of a step's one stack in which layers keep some values, and what one of them keeps."""
     found = problem(step, *args)
     last = [found.plan(k) for k in range(len(found.front))]
     (region,) = next(p.regions for p in reversed(last) if [*kinds(p)] == ["keep"])
     assert isinstance(region.plan, Plan)
-    keep = next(keep for _, keep in region.plan.runs if keep is not None)
-    return jaxmem.StepPlan(
-        (jaxmem.RegionPlan(region.layer, region.inputs, region.where, Plan.keep(runs(keep))),)
-    )
+    return region, next(keep for _, keep in region.plan.runs if keep is not None)
+
+
+def instead(region: jaxmem.RegionPlan, plan: Plan) -> jaxmem.StepPlan:
+    """The step's plan with that of its one stack written by hand."""
+    return jaxmem.StepPlan((dataclasses.replace(region, plan=plan),))
 
 
 RUNS: dict[str, Callable[[policies.Keep], Any]] = {
@@ -100,31 +103,26 @@ RUNS: dict[str, Callable[[policies.Keep], Any]] = {
 }
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("runs", RUNS)
-def test_runs_of_layers(runs: str, reverse: bool) -> None:
+@pytest.mark.parametrize("model", ["sown", "backwards"])
+def test_runs_of_layers(model: str) -> None:
     """Each layer meets its own parameters and ys, whatever runs the plan has."""
-    at = MODELS["backwards" if reverse else "sown"].make(N)
+    at = MODELS[model].make(N)
     step = differentiate(jaxmem.remat_auto(at.loss))
-    plan = by_hand(step, (at.params, at.inputs), RUNS[runs])
+    region, keep = kept_in(step, at.params, at.inputs)
     expected = exact_jit(differentiate(at.loss))(at.params, at.inputs)
-    assert_same(under(plan, step)(at.params, at.inputs), expected)
+    for runs in RUNS.values():
+        plan = instead(region, Plan.keep(runs(keep)))
+        assert_same(under(plan, step)(at.params, at.inputs), expected)
 
 
 def test_a_segment_whose_layers_keep_some_values() -> None:
     at = MODELS["tuple_carry"].make(N)
     step = differentiate(jaxmem.remat_auto(at.loss))
-    plan = by_hand(step, (at.params, at.inputs), lambda k: [(7, k)])
-    (region,) = plan.regions
-    assert isinstance(region.plan, Plan)
-    ((_, keep),) = region.plan.runs
+    region, keep = kept_in(step, at.params, at.inputs)
     expected = exact_jit(differentiate(at.loss))(at.params, at.inputs)
     for lengths in [(3,), (4, 2), (7,)]:
-        cut = Plan.cut(7, lengths, keep)
-        again = jaxmem.StepPlan(
-            (jaxmem.RegionPlan(region.layer, region.inputs, region.where, cut),)
-        )
-        assert_same(under(again, step)(at.params, at.inputs), expected)
+        plan = instead(region, Plan.cut(7, lengths, keep))
+        assert_same(under(plan, step)(at.params, at.inputs), expected)
 
 
 # ---------------------------------------------------------------- transformations
@@ -132,7 +130,7 @@ def test_a_segment_whose_layers_keep_some_values() -> None:
 
 @pytest.mark.parametrize("derivative", [d for d in DERIVATIVES if d != "value"])
 def test_derivatives(derivative: str) -> None:
-    agree(DERIVATIVES[derivative], stacked_loss, *stacked_arrays(), most=2)
+    agree(DERIVATIVES[derivative], stacked_loss, *stacked_arrays())
 
 
 BUILDS: dict[str, Callable[[Any], Any]] = {
@@ -189,7 +187,7 @@ def test_unused_ys_do_not_reach_the_gradient() -> None:
     w, x = stacked_arrays()[0]["w"], stacked_arrays()[1]
     expected = exact_jit(jax.grad(sown, (0, 1)))(w, x)
     chex.assert_tree_all_finite(expected)
-    agree(lambda f: jax.grad(f, (0, 1)), sown, w, x, most=5)
+    agree(lambda f: jax.grad(f, (0, 1)), sown, w, x, most=3)
 
 
 @pytest.mark.parametrize("microbatches", [3, 4])
@@ -203,10 +201,11 @@ def test_accumulated(microbatches: int) -> None:
         return jaxmem.value_and_grad(marked, microbatches=microbatches)(params, x)
 
     parts = [x[rows] for rows in microbatches_of(len(x), microbatches)]
-    each = [jax.value_and_grad(stacked_loss)(params, part) for part in parts]
+    plain = jax.jit(jax.value_and_grad(stacked_loss))
+    each = [plain(params, part) for part in parts]
     weights = [len(part) / len(x) for part in parts]
     expected = jax.tree.map(lambda *a: sum(map(jnp.multiply, weights, a)), *each)
-    for plan in plans(step, params, x, most=3):
+    for plan in plans(step, params, x, most=2):
         assert_close(under(plan, step)(params, x), expected, 3e-6)
 
 
@@ -239,7 +238,9 @@ class Encoder(nn.Module):
 
 def test_linen() -> None:
     x = jnp.linspace(-1.0, 1.0, 24).reshape(6, 4)
-    variables = Encoder().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    # Of each operation for itself, most of the time would be compiling.
+    init = jax.jit(Encoder().init)
+    variables = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
 
     def step_of(module: Any) -> Any:
         def loss(params: Any, stats: Any, x: Any) -> Any:
@@ -256,7 +257,7 @@ def test_linen() -> None:
     args = variables["params"], variables["batch_stats"], x
     step = step_of(jaxmem.remat_auto(Encoder)())
     expected = exact_jit(step_of(Encoder()))(*args)
-    for plan in plans(step, *args, most=3):
+    for plan in plans(step, *args, most=2):
         assert_same(under(plan, step)(*args), expected)
 
 
@@ -304,7 +305,7 @@ def test_nnx() -> None:
 
     step = step_of(jaxmem.remat_auto(lambda model, x: model(x)))
     expected = exact_jit(step_of(lambda model, x: model(x)))(params, rest, x)
-    for plan in plans(step, params, rest, x, most=3):
+    for plan in plans(step, params, rest, x, most=2):
         value, gradient = under(plan, step)(params, rest, x)
         assert_same(value, expected[0])
         # A layer outside of loops is fused with what is around it.
@@ -357,7 +358,7 @@ def test_what_is_recomputed_and_kept_is_what_the_plan_says() -> None:
         return bool(runs) and all(count > 1 or not choice for count, choice in runs)
 
     candidates = [candidate for candidate in range(1, len(found.front)) if in_loops(candidate)]
-    candidates = [candidates[k] for k in np.linspace(0, len(candidates) - 1, 5).round().astype(int)]
+    candidates = [candidates[k] for k in np.linspace(0, len(candidates) - 1, 3).round().astype(int)]
     everything = found.report(ask, 0)
     sizes, bare, extra = [everything.temp_bytes], everything.matmul_flops, 0
     assert bare is not None

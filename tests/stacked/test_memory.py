@@ -99,7 +99,9 @@ def test_a_prime_length_costs_what_its_neighbour_costs(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [dense, one_to_one])
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 61, 64])
+@pytest.mark.parametrize(
+    "n", [1, 2, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 16)), 61, 64]
+)
 def test_sqrt_is_never_above_full_nor_none(n: int, layer: object) -> None:
     ours = temporaries("sqrt", n, layer=layer)
     slack = 4096  # counters and the like; a carry is 128 KiB
@@ -143,7 +145,10 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("n", [61, 64])
+LENGTHS = [61, pytest.param(64, marks=pytest.mark.slow)]  # a prime, and what is easy to cut
+
+
+@pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_no_plan_copies_parameters_or_their_gradients(cut: str, n: int) -> None:
     heavy = functools.partial(temporaries, n=n, carry=(1, WIDTH))
@@ -155,7 +160,7 @@ def low_precision(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
     return jnp.tanh(h.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32), None
 
 
-@pytest.mark.parametrize("n", [61, 64])
+@pytest.mark.parametrize("n", LENGTHS)
 def test_casts_of_parameters_are_not_kept(n: int) -> None:
     heavy = functools.partial(temporaries, n=n, layer=low_precision, carry=(1, WIDTH))
     for plan in (Plan.periodic(n, 8), Plan.revolve(n, 8)):
@@ -170,7 +175,7 @@ def with_large_y(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 Y_BYTES = 2048 * 256 * 4
 
 
-@pytest.mark.parametrize("n", [61, 64])
+@pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_no_plan_copies_ys(cut: str, n: int) -> None:
     heavy = functools.partial(temporaries, n=n, layer=with_large_y, carry=(4, 16))
