@@ -1,5 +1,6 @@
 """The order of a backward pass: what is recomputed stands where it is read, and waits there."""
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxmem.unrolled import Piece, UnrolledPlan, run
 ANY = Roofline(matrix_peak=1e15, bandwidth=1e12)
 
 
+@functools.cache
 def layers(shape: str) -> list[Layer]:
     """The code of a function as one layer, keeping less and less."""
     code = code_of(SHAPES[shape], *arrays())

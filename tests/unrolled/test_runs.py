@@ -1,5 +1,6 @@
 """Equal layers written out one after the other: found, planned once, run and told of as layers."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 
 import jaxmem
 from jaxmem.estimate.roofline import Roofline
+from jaxmem.fitting.compile_request import CompileRequest
+from jaxmem.fitting.step_problem import StepProblem
 from jaxmem.unrolled import Chain, Code
 from jaxmem.unrolled.runs import Run, find_runs
 
@@ -170,6 +173,25 @@ def test_code_that_repeats_nothing_has_no_runs() -> None:
 # ---------------------------------------------------------------- planned once
 
 
+def feeds(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    """The shortest of layers, for what costs the more the longer they are."""
+    del key
+    for p in params["layers"]:
+        x = feed(x, p)
+    return x @ params["head"]
+
+
+@functools.cache
+def with_a_loss() -> tuple[StepProblem, CompileRequest]:
+    """The plans of layers with a loss on top, for an absent GPU."""
+    params = shapes(5, 256, jnp.bfloat16)
+    for layer in params["layers"]:
+        del layer["qkv"]
+    specs = params, jax.ShapeDtypeStruct((16, 256, 256), jnp.bfloat16), jax.random.key(0)
+    step = gradient(feeds)
+    return problem(step, *specs, target=TARGET), question(step, *specs, target=TARGET)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_layers_are_planned_once(model: str) -> None:
     few, many = (Chain(code(model, layers), H100, points=0) for layers in (4, 8))
@@ -181,8 +203,7 @@ def test_equal_layers_are_planned_once(model: str) -> None:
 
 
 def test_plans_name_layers() -> None:
-    specs = shapes(6, 64), jax.ShapeDtypeStruct((16, 64, 64), "f4"), jax.random.key(0)
-    found = problem(gradient(decoder), *specs, target=TARGET)
+    found, _ = with_a_loss()
     [region] = found.regions
     least = found.planned(len(found.front) - 1)[0].candidate
     names = {row.stack for row in region.decisions(least)}
@@ -192,7 +213,14 @@ def test_plans_name_layers() -> None:
 # ---------------------------------------------------------------- numbers and bytes
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        "decoder",
+        "cross",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("local_and_global", "numbered")),
+    ],
+)
 def test_numbers_along_the_front(model: str) -> None:
     args = arrays(4)
     step = gradient(MODELS[model])
@@ -204,13 +232,7 @@ def test_numbers_along_the_front(model: str) -> None:
 
 def test_layers_with_a_loss_on_top_are_predicted() -> None:
     """The logits in float32, and their gradient, are live next to all that is kept."""
-    specs = (
-        shapes(2, 256, jnp.bfloat16),
-        jax.ShapeDtypeStruct((16, 256, 256), jnp.bfloat16),
-        jax.random.key(0),
-    )
-    found = problem(gradient(decoder), *specs, target=TARGET)
-    ask = question(gradient(decoder), *specs, target=TARGET)
+    found, ask = with_a_loss()
     candidate = len(found.front) - 1
     report = found.report(ask, candidate)
     fixed = report.required_bytes - report.temp_bytes

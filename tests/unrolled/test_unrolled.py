@@ -126,13 +126,19 @@ def test_a_stretch_runs_from_what_it_reads_to_what_it_gives() -> None:
 # ---------------------------------------------------------------- numbers
 
 
+@functools.cache
+def plain(shape: str) -> Any:
+    """What jax computes of a shape of code."""
+    return exact_jit(jax.value_and_grad(SHAPES[shape], (0, 1)))(*arrays())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_along_the_front(shape: str) -> None:
     args = arrays()
     marked = jaxmem.remat_auto(SHAPES[shape])
     step = jax.value_and_grad(marked, (0, 1))
-    expected = exact_jit(jax.value_and_grad(SHAPES[shape], (0, 1)))(*args)
-    found = plans(step, *args, most=4)
+    expected = plain(shape)
+    found = plans(step, *args, most=3)
     assert {kind for plan in found for kind in kinds(plan)} == {"unrolled"}
     for plan in found:
         with jaxmem.use_plan(plan):
@@ -154,7 +160,7 @@ def test_results_that_are_no_arrays_and_results_of_the_middle() -> None:
         return (value, aux), gradient
 
     del aux["n"]
-    for plan in plans(as_arrays, *args, most=3):
+    for plan in plans(as_arrays, *args, most=2):
         with jaxmem.use_plan(plan):
             assert_close(jax.jit(as_arrays)(*args), ((value, aux), gradient), 3e-6)
 
@@ -201,7 +207,7 @@ def test_a_block_called_in_a_loop_is_one_plan() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jaxmem.JaxmemWarning)  # no plan is in force
         expected = exact_jit(step)(*args)
-    for plan in plans(step, *args, most=3):
+    for plan in plans(step, *args, most=2):
         with jaxmem.use_plan(plan):
             assert_close(exact_jit(step)(*args), expected)
 
@@ -223,7 +229,7 @@ def test_a_region_in_a_region_is_part_of_it() -> None:
     args = arrays()
     step = jax.value_and_grad(outer)
     expected = exact_jit(jax.value_and_grad(bare))(*args)
-    for plan in plans(step, *args, most=3):
+    for plan in plans(step, *args, most=2):
         (region,) = plan.regions
         assert "outer" in region.where
         with jaxmem.use_plan(plan):
@@ -244,7 +250,7 @@ def test_a_region_in_the_layer_of_a_stack_is_part_of_it() -> None:
     args = normal(0, 5, D, D), normal(1, B, D)
     step = jax.value_and_grad(outer)
     expected = exact_jit(jax.value_and_grad(bare))(*args)
-    for plan in plans(step, *args, most=3):
+    for plan in plans(step, *args, most=2):
         assert len(plan.regions) == 1
         with jaxmem.use_plan(plan):
             assert_same(exact_jit(step)(*args), expected)
@@ -264,7 +270,7 @@ def test_regions_in_one_that_has_no_stack_of_its_own() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jaxmem.JaxmemWarning)  # no plan is in force
         expected = exact_jit(step)(*args)
-    for plan in plans(step, *args, most=3):
+    for plan in plans(step, *args, most=2):
         assert len(plan.regions) == 2
         with jaxmem.use_plan(plan):
             assert_close(exact_jit(step)(*args), expected)
@@ -437,7 +443,7 @@ def test_numbers_of_several_alike_under_each_plan(calls: Any) -> None:
     expected = exact_jit(jax.value_and_grad(calls(block)))(*args)
     step = jax.value_and_grad(calls(jaxmem.remat_auto(block)))
     again = False
-    for plan in plans(step, *args, most=3):
+    for plan in plans(step, *args, most=2):
         again |= "recomputed whole" in str(plan)
         with jaxmem.use_plan(StepPlan.from_json(plan.to_json())):
             assert_close(exact_jit(step)(*args), expected)
@@ -457,7 +463,7 @@ def test_code_that_is_mapped_is_planned_for_all_its_rows() -> None:
     args = (normal(0, 4, D, 4 * D), normal(1, 4, 4 * D, D)), normal(2, B, D)
     expected = exact_jit(jax.value_and_grad(mapped(block)))(*args)
     step = jax.value_and_grad(mapped(jaxmem.remat_auto(block)))
-    several = plans(step, *args, most=3)
+    several = plans(step, *args, most=2)
     for plan in several:
         with jaxmem.use_plan(plan):
             assert_close(exact_jit(step)(*args), expected)
@@ -552,7 +558,7 @@ def test_a_stack_between_unrolled_code() -> None:
     args = arrays()
     step = jax.value_and_grad(loss)
     expected = exact_jit(jax.value_and_grad(bare))(*args)
-    for plan in plans(step, *args, most=3):
+    for plan in plans(step, *args, most=2):
         assert sorted(set(kinds(plan)) - {"none", "keep", "periodic", "revolve"}) == ["unrolled"]
         with jaxmem.use_plan(plan):
             assert_close(exact_jit(step)(*args), expected)
@@ -563,10 +569,9 @@ def test_a_stack_between_unrolled_code() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_remat_sqrt_cuts_code_without_a_warning(shape: str) -> None:
-    args = arrays()
-    expected = exact_jit(jax.value_and_grad(SHAPES[shape]))(*args)
-    step = jax.value_and_grad(jaxmem.remat_sqrt(SHAPES[shape]))
-    value, gradient = exact_jit(step)(*args)  # warnings are errors
+    expected = plain(shape)
+    step = jax.value_and_grad(jaxmem.remat_sqrt(SHAPES[shape]), (0, 1))
+    value, gradient = exact_jit(step)(*arrays())  # warnings are errors
     assert_same(value, expected[0])
     assert_close(gradient, expected[1])
 
