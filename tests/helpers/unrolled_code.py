@@ -75,8 +75,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
 }
 
 
-def arrays() -> tuple[Any, jax.Array]:
-    return {"ws": [normal(k, D, D) for k in range(9)]}, normal(99, B, D)
+def arrays(layers: int = 9) -> tuple[Any, jax.Array]:
+    return {"ws": [normal(k, D, D) for k in range(layers)]}, normal(99, B, D)
 
 
 def code_of(fn: Callable[..., Any], *args: Any) -> Code:

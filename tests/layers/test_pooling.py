@@ -192,7 +192,10 @@ def test_a_gpu_needs_less_than_for_jaxs_own(stride: int, whole: float, part: flo
     padded = (2 - stride, 1)
     how = (1, 3, 3, 1), (1, stride, stride, 1), ((0, 0), padded, padded, (0, 0))
     first, kernel = (Spec((3, 3, given, 64), "float32") for given in (3, 64))
-    kernels, x = [[first, kernel], *[[kernel] * 2] * (3 - stride)], Spec((32, 128, 128, 3), "float32")
+    kernels, x = (
+        [[first, kernel], *[[kernel] * 2] * (3 - stride)],
+        Spec((32, 128, 128, 3), "float32"),
+    )
     grad = jax.grad(partial(convs, how=how))
     own = jaxmem.memory_report(grad, kernels, x, target="h100-80g", suggest=False)
     grad = jax.grad(jaxmem.remat_auto(partial(convs, how=how)))

@@ -226,7 +226,7 @@ def test_a_region_in_a_region_is_part_of_it() -> None:
             h = h + jnp.sin(jnp.tanh(h @ w) @ w)
         return jnp.square(h).mean()
 
-    args = arrays()
+    args = arrays(5)
     step = jax.value_and_grad(outer)
     expected = exact_jit(jax.value_and_grad(bare))(*args)
     for plan in plans(step, *args, most=2):
@@ -265,7 +265,7 @@ def test_regions_in_one_that_has_no_stack_of_its_own() -> None:
     def whole(params: Any, h: jax.Array) -> jax.Array:
         return head(params, body(jnp.stack(params["ws"]), h))
 
-    args = arrays()
+    args = arrays(5)
     step = jax.value_and_grad(whole)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jaxmem.JaxmemWarning)  # no plan is in force
@@ -530,7 +530,7 @@ def test_what_is_evaluated_only_is_no_region() -> None:
     def step(params: Any, h: jax.Array, other: jax.Array) -> Any:
         return jax.value_and_grad(model)(params, h), model(params, other)
 
-    params, h = arrays()
+    params, h = arrays(5)
     args = params, h, h[:3]
     (region,) = problem(step, *args).regions
     assert region.uses.times == 1
@@ -555,7 +555,7 @@ def test_a_stack_between_unrolled_code() -> None:
         h = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, jnp.stack(params["ws"]))[0]
         return chain(params, h)
 
-    args = arrays()
+    args = arrays(5)
     step = jax.value_and_grad(loss)
     expected = exact_jit(jax.value_and_grad(bare))(*args)
     for plan in plans(step, *args, most=2):
@@ -639,11 +639,18 @@ def deep_residual(h: jax.Array) -> jax.Array:
 def test_a_hundred_megabytes_of_values_fit_twenty(fn: Any) -> None:
     """The test of gradient-checkpointing (2018), for an absent GPU."""
     fitted = jaxmem.fit(
-        jax.grad(jaxmem.remat_auto(fn)), SPEC, budget=20 * MB, target="h100-80g", progress=False
+        jax.grad(jaxmem.remat_auto(fn)),
+        SPEC,
+        budget=20 * MB,
+        target="h100-80g",
+        max_compiles=2,
+        progress=False,
     )
     assert fitted.report.required_bytes <= 20 * MB
-    by_root = jaxmem.memory_report(jax.grad(jaxmem.remat_sqrt(fn)), SPEC, target="h100-80g")
-    bare = jaxmem.memory_report(jax.grad(fn), SPEC, target="h100-80g")
+    by_root, bare = (
+        jaxmem.memory_report(jax.grad(one), SPEC, target="h100-80g", suggest=False)
+        for one in (jaxmem.remat_sqrt(fn), fn)
+    )
     assert by_root.temp_bytes <= max(22 * MB, bare.temp_bytes / 4)
 
 
