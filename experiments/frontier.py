@@ -97,6 +97,11 @@ class Options:
         return {"timeout": self.timeout, "compiler_options": quick}
 
     @property
+    def fitting(self) -> dict[str, Any]:
+        """Options of `jaxmem.fit` alone."""
+        return {"max_compiles": 3} if self.small else {}
+
+    @property
     def rivals(self) -> list[Rival]:
         """All that `fit` is compared with."""
         found = [*rivals.RIVALS, *rivals.of_others(self.layers)]
@@ -215,6 +220,7 @@ def _fit(one: Asked, options: Options, made: Made) -> Row:
             budget=one.budget,
             target=made.target,
             progress=False,
+            **options.fitting,
             **options.compiling,
         )
     except jaxmem.BudgetError as error:

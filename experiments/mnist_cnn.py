@@ -208,6 +208,8 @@ def _trained(options: Options) -> list[Trained]:
         options.rate, options.seed,
     )  # fmt: skip
     found = digits.load(options.data)
+    if options.small:
+        found = found.first(192)
 
     @functools.cache
     def outcome(policy: Policy) -> training.Outcome:

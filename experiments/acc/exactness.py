@@ -5,6 +5,7 @@ what is tested.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -187,6 +188,7 @@ def _error(form: Form, case: Case, device: str) -> Row:
     return Row(GRADIENT, case.name, form.name, value, "relative", device)
 
 
+@functools.cache
 def _run(form: Form, case: Case) -> Any:
     """The state after one batch."""
     params, batch = _problem(case)

@@ -27,6 +27,12 @@ class Digits:
     held_out_labels: np.ndarray
 
 
+    def first(self, count: int) -> "Digits":
+        """So many to train on, and so many held out."""
+        arrays = (self.images, self.labels, self.held_out_images, self.held_out_labels)
+        return Digits(self.source, *(array[:count] for array in arrays))
+
+
 # ---------------------------------------------------------------- API
 
 

@@ -36,6 +36,13 @@ def small(stack: Any = memory.unrolled) -> memory.Problem:
 # ---------------------------------------------------------------- exactness
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Path]:
+    """The rows of the script's small form, and where it wrote them."""
+    folder = tmp_path_factory.mktemp("results")
+    return accumulation.main(accumulation.Options(small=True, results=folder)), folder
+
+
 def check_what_is_exact(form: Form, rows: Sequence[Row]) -> None:
     rows = [row for row in rows if row.form == form.name]
     assert len(rows) == exactness.count((form,))
@@ -45,14 +52,18 @@ def check_what_is_exact(form: Form, rows: Sequence[Row]) -> None:
     assert wrong == WRONG.get(form.name, set())
 
 
-def test_a_refusal_is_shown_with_what_was_said() -> None:
-    (row,) = [row for row in exactness.rows((forms.BY_HAND,)) if row.case == "13 rows in 4"]
+def test_a_refusal_is_shown_with_what_was_said(made: tuple[list[Row], Path]) -> None:
+    judged = [row for row in made[0] if row.question == exactness.GRADIENT]
+    (row,) = [row for row in judged if (row.form, row.case) == (forms.BY_HAND.name, "13 rows in 4")]
     assert row.text == table.REFUSES
     assert "13" in row.note
 
 
-def test_adam_of_squares_has_another_second_moment_and_the_same_first() -> None:
-    (row,) = [row for row in exactness.rows((forms.ADAM_A,)) if row.question == exactness.MOMENT]
+def test_adam_of_squares_has_another_second_moment_and_the_same_first(
+    made: tuple[list[Row], Path],
+) -> None:
+    (row,) = [row for row in made[0] if row.question == exactness.MOMENT]
+    assert row.form == forms.ADAM_A.name
     # Between 1/K of Adam's (where all microbatches agree) and all of it.
     assert 0.1 < float(row.value) < 1 - 1 / CASES["equal"].microbatches
 
@@ -132,9 +143,11 @@ def test_tables_are_written_and_read() -> None:
     assert text[2].split() == ["|", "a", "form", "|", "4.30", "|", "|"]
 
 
-def test_the_script_says_what_is_exact_and_writes_its_table_and_its_picture(tmp_path: Path) -> None:
-    rows = accumulation.main(accumulation.Options(small=True, results=tmp_path))
-    with (tmp_path / "accumulation.csv").open() as file:
+def test_the_script_says_what_is_exact_and_writes_its_table_and_its_picture(
+    made: tuple[list[Row], Path],
+) -> None:
+    rows, folder = made
+    with (folder / "accumulation.csv").open() as file:
         read = list(csv.DictReader(file))
     assert len(read) == len(rows)
     assert {row["question"] for row in read} == {
@@ -146,7 +159,7 @@ def test_the_script_says_what_is_exact_and_writes_its_table_and_its_picture(tmp_
     exact = [row for row in rows if row.question in (exactness.GRADIENT, exactness.MOMENT)]
     for form in JUDGED:
         check_what_is_exact(form, exact)
-    assert image.imread(tmp_path / "accumulation.png").shape[2] >= 3
+    assert image.imread(folder / "accumulation.png").shape[2] >= 3
 
 
 # ---------------------------------------------------------------- curves

@@ -34,7 +34,12 @@ def again(monkeypatch: pytest.MonkeyPatch, main: Callable[[Any], Any], options: 
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(resnet50_budget, "resnet50_budget"), (unet_budget, "unet_budget")]
+    ("module", "name"),
+    [
+        pytest.param(resnet50_budget, "resnet50_budget", id="resnet50"),
+        # The same study of another net.
+        pytest.param(unet_budget, "unet_budget", id="unet", marks=pytest.mark.slow),
+    ],
 )
 def test_the_smallest_form_and_that_it_goes_on(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,11 +53,12 @@ def test_budgets_between_the_least_and_everything_kept(model: str) -> None:
             budget=budget,
             target=TARGET,
             donate_argnums=job.donate_argnums,
+            max_compiles=3,
             progress=False,
         )
         assert fitted.report.required_bytes <= budget
         assert fitted.report.target == TARGET
-        assert fitted.compiles <= 6
+        assert fitted.compiles <= 3
         assert set(kinds(fitted.plan)) <= SMALL[model][1]
         seconds.append(fitted.explain().extra_seconds)
         sizes.append(fitted.report.required_bytes)
@@ -65,10 +66,14 @@ def test_budgets_between_the_least_and_everything_kept(model: str) -> None:
     assert least <= sizes[0] <= sizes[1] <= most
 
 
+# Of those that are unrolled, what is planned quickly.
+FEW = {"unet": {"levels": 1}, "towers": {"blocks": 1}}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_has_a_front_that_falls(model: str) -> None:
     """Traced for an accelerator and solved, not compiled."""
-    job = MODELS[model]()
+    job = MODELS[model](**FEW.get(model, {}))
     target = "v5e-16g" if ONLY_FOR.get(model) == "tpu" else TARGET
     ask = CompileRequest(job.step, job.args, {}, target, job.donate_argnums, (), None, 900.0, True)
     found = build_problem(ask, False, "roofline")

@@ -16,7 +16,12 @@ from jaxmem.estimate.costs import costs
 
 LAYERS = 12
 OTHERS = rivals.of_others(LAYERS)
-NAMES = [rival.name for rival in OTHERS]
+# Another cut, or number of checkpoints, of what is there with a first one.
+MORE = {"nn.remat_scan 2×2×3", "nn.remat_scan 12×1", "equinox 4 checkpoints", "equinox 6 checkpoints"}
+EACH = [
+    pytest.param(rival, id=rival.name, marks=[pytest.mark.slow] if rival.name in MORE else [])
+    for rival in OTHERS
+]
 SIZE: dict[str, Any] = {"batch": 2, "sequence": 64, "width": 32, "layers": LAYERS, "heads": 4}
 
 
@@ -33,7 +38,7 @@ def stack_of(rival: Rival) -> peers.Stack:
 # ---------------------------------------------------------------- what is computed
 
 
-@pytest.mark.parametrize("rival", OTHERS, ids=NAMES)
+@pytest.mark.parametrize("rival", EACH)
 def test_gradients_are_those_of_everything_kept(rival: Rival):
     assert peers.off(stack_of(rival), LAYERS) < 1e-5
 
@@ -77,7 +82,7 @@ def test_loops_are_as_deep_as_divisors_allow():
 # ---------------------------------------------------------------- what it costs
 
 
-@pytest.mark.parametrize("rival", OTHERS, ids=NAMES)
+@pytest.mark.parametrize("rival", EACH)
 def test_all_have_the_work_of_the_same_model(rival: Rival):
     job = peers.job(SIZE, stack_of(rival))
     work = costs(jax.make_jaxpr(job.step)(*job.args))

@@ -160,7 +160,7 @@ def test_a_stack_that_is_differentiated_otherwise_at_first() -> None:
     tried = problem(step, ws, h, target=target)
     assert [region.uses for region in tried.regions] == [Uses(0, 0), Uses(3, 3, 1, 3, True)]
     whole = tried.report(question(step, ws, h, target=target), 0).required_bytes
-    options: Any = {"budget": whole // 2, "target": target, "progress": False}
+    options: Any = {"budget": whole // 2, "target": target, "max_compiles": 2, "progress": False}
     fitted = jaxmem.fit(step, ws, h, **options)
     assert fitted.report.required_bytes <= whole // 2
     assert str(fitted.explain()).count("from_ones") == 1
@@ -178,5 +178,5 @@ def test_a_stack_that_is_differentiated_in_two_ways() -> None:
     ws, h = jax.ShapeDtypeStruct((2, 4, 16, 16), "f4"), jax.ShapeDtypeStruct((1024, 16), "f4")
     step = jax.grad(loss)
     assert [region.uses for region in problem(step, ws, h).regions] == [Uses(), Uses()]
-    options: Any = {"budget": "2MiB", "target": "h100-80g", "progress": False}
+    options: Any = {"budget": "2MiB", "target": "h100-80g", "max_compiles": 2, "progress": False}
     assert jaxmem.fit(step, ws, h, **options).report.required_bytes <= 2**21
