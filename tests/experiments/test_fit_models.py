@@ -146,8 +146,10 @@ def test_a_budget_on_a_tpu() -> None:
 def test_attention_in_one_kernel_is_kept_rather_than_recomputed(model: str) -> None:
     """Its result and the row sums that its gradient needs, at a budget that has room for them."""
     small = {"batch": 8, "sequence": 1024, "width": 512, "layers": 4, "heads": 4}
+    target, compiles = TARGET, 5
+    if ONLY_FOR[model] == "tpu":
+        target, compiles, small = "v5e-16g", 2, small | {"sequence": 512, "width": 256, "heads": 2}
     job = MODELS[model](**small)
-    target = "v5e-16g" if ONLY_FOR[model] == "tpu" else TARGET
     ask = CompileRequest(job.step, job.args, {}, target, job.donate_argnums, (), None, 900.0, True)
     most = build_problem(ask, False, "roofline").report(ask, 0)
     fitted = jaxmem.fit(
@@ -156,6 +158,7 @@ def test_attention_in_one_kernel_is_kept_rather_than_recomputed(model: str) -> N
         budget=most.required_bytes - most.temp_bytes // 3,
         target=target,
         donate_argnums=job.donate_argnums,
+        max_compiles=compiles,
         progress=False,
     )
     kernel = "custom_vjp_call" if ONLY_FOR[model] == "tpu" else "pallas_call"
