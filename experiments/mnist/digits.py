@@ -26,7 +26,6 @@ class Digits:
     held_out_images: np.ndarray
     held_out_labels: np.ndarray
 
-
     def first(self, count: int) -> "Digits":
         """So many to train on, and so many held out."""
         arrays = (self.images, self.labels, self.held_out_images, self.held_out_labels)

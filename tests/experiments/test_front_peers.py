@@ -17,7 +17,12 @@ from jaxmem.estimate.costs import costs
 LAYERS = 12
 OTHERS = rivals.of_others(LAYERS)
 # Another cut, or number of checkpoints, of what is there with a first one.
-MORE = {"nn.remat_scan 2×2×3", "nn.remat_scan 12×1", "equinox 4 checkpoints", "equinox 6 checkpoints"}
+MORE = {
+    "nn.remat_scan 2×2×3",
+    "nn.remat_scan 12×1",
+    "equinox 4 checkpoints",
+    "equinox 6 checkpoints",
+}
 EACH = [
     pytest.param(rival, id=rival.name, marks=[pytest.mark.slow] if rival.name in MORE else [])
     for rival in OTHERS
