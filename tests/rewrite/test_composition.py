@@ -1,7 +1,9 @@
 """Decorated functions inside jax's transformations, and jax's transformations inside them."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import chex
@@ -39,27 +41,66 @@ each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.
 
 def agree(build: Callable[[Any], Any], fn: Any, *args: Any, under: Any = POLICIES) -> None:
     """What `build` makes of a function is the same when it is decorated, under each policy."""
-    expected = exact_jit(build(fn))(*args)
-    for name, policy in under.items():
-        try:
-            assert_close(exact_jit(build(jaxmem.remat(fn, policy)))(*args), expected)
-        except Exception as error:
-            error.add_note(f"under the policy {name}")
-            raise
+
+    def each(*args: Any) -> Any:
+        found = {}
+        for name, policy in under.items():
+            with noted(name):
+                found[name] = build(jaxmem.remat(fn, policy))(*args)
+        return build(fn)(*args), found
+
+    # One program, since most of the time goes into making programs.
+    expected, found = exact_jit(each)(*args)
+    for name in under:
+        with noted(name):
+            assert_close(found[name], expected)
+
+
+@contextlib.contextmanager
+def noted(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"under the policy {name}")
+        raise
+
+
+def in_turn(*cases: Iterable[Any], policies: Any = POLICIES) -> Any:
+    """Products of cases, each under one of the policies; under the others, it is slow."""
+    params = []
+    for numbered in itertools.product(*(enumerate(some) for some in cases)):
+        turn = sum(k for k, _ in numbered) % len(policies)
+        case = [one for _, one in numbered]
+        first = list(policies)[turn]
+        others = {name: policy for name, policy in policies.items() if name != first}
+        params += [
+            pytest.param(*case, {first: policies[first]}, id="-".join([*case, first])),
+            pytest.param(*case, others, id="-".join([*case, "others"]), marks=pytest.mark.slow),
+        ]
+    return params
 
 
 # ---------------------------------------------------------------- derivatives
 
 
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_derivatives(derivative: str) -> None:
-    agree(DERIVATIVES[derivative], loss, *make())
+@pytest.mark.parametrize(("derivative", "under"), in_turn(DERIVATIVES))
+def test_derivatives(derivative: str, under: Any) -> None:
+    agree(DERIVATIVES[derivative], loss, *make(), under=under)
+
+
+ON_THE_HOST = {
+    "carries": policies.offload(),
+    "carries and names": policies.offload(names=["left"]),
+    "names": policies.names(offload=["entered", "left"]),
+}
 
 
 # Of first and second order, and of a third.
 @pytest.mark.filterwarnings("ignore::jaxmem.OffloadWarning")
-@pytest.mark.parametrize("derivative", [*DERIVATIVES, "third"])
-def test_derivatives_with_values_on_the_host(derivative: str) -> None:
+@pytest.mark.parametrize(
+    ("derivative", "under"), in_turn([*DERIVATIVES, "third"], policies=ON_THE_HOST)
+)
+def test_derivatives_with_values_on_the_host(derivative: str, under: Any) -> None:
     def loss(params: Any, x: Any) -> jax.Array:
         def named(h: Any, p: Any) -> Any:
             h, y = layer(checkpoint_name(h, "entered"), p)
@@ -72,11 +113,6 @@ def test_derivatives_with_values_on_the_host(derivative: str) -> None:
     third = {
         "third": lambda f: jax.grad(lambda p, x: dot(second(f)(p, x)[0], jax.tree.map(jnp.cos, p)))
     }
-    under = {
-        "carries": policies.offload(),
-        "carries and names": policies.offload(names=["left"]),
-        "names": policies.names(offload=["entered", "left"]),
-    }
     agree((DERIVATIVES | third)[derivative], loss, *make(), under=under)
 
 
@@ -86,7 +122,7 @@ def test_gradient_of_a_gradient_without_jit() -> None:
         return jax.grad(lambda p, x: dot(*[jax.grad(f)(p, x)] * 2))
 
     args = make()
-    assert_close(twice(jaxmem.remat_offload(loss))(*args), twice(loss)(*args), 3e-6)
+    assert_close(twice(jaxmem.remat_offload(loss))(*args), jax.jit(twice(loss))(*args), 3e-6)
 
 
 # ---------------------------------------------------------------- vmap
@@ -100,9 +136,11 @@ MAPPED: dict[str, tuple[int | None, int | None]] = {
 }
 
 
-@pytest.mark.parametrize("build", ["grad of vmap", "vmap of grad", "vmap of jvp"])
-@pytest.mark.parametrize("mapped", MAPPED)
-def test_vmap(mapped: str, build: str) -> None:
+@pytest.mark.parametrize(
+    ("mapped", "build", "under"),
+    in_turn(MAPPED, ["grad of vmap", "vmap of grad", "vmap of jvp"]),
+)
+def test_vmap(mapped: str, build: str, under: Any) -> None:
     axes = MAPPED[mapped]
     several, one = make(lead=(3,)), make()
     args = [
@@ -116,7 +154,7 @@ def test_vmap(mapped: str, build: str) -> None:
         ),
         "vmap of jvp": lambda f: jax.vmap(lambda p, x: jax.jvp(f, (p, x), (p, jnp.cos(x))), axes),
     }
-    agree(builds[build], loss, *args)
+    agree(builds[build], loss, *args, under=under)
 
 
 def test_vmap_in_vmap() -> None:
@@ -129,8 +167,18 @@ def test_vmap_in_vmap() -> None:
     agree(build, loss, params, jnp.moveaxis(x[:, 0], 0, 1))
 
 
+# With the same layer as the model of these tests, in another scan.
+AS_HERE = ("mlp", "sown", "equinox", "backwards", "tied", "large_y", "jit_inside")
+
+
 # One policy for each model in turn; whatever is in a layer must survive vmap.
-@pytest.mark.parametrize(("k", "model"), list(enumerate(MODELS)))
+@pytest.mark.parametrize(
+    ("k", "model"),
+    [
+        pytest.param(k, model, marks=pytest.mark.slow if model in AS_HERE else ())
+        for k, model in enumerate(MODELS)
+    ],
+)
 def test_vmap_of_every_model(k: int, model: str) -> None:
     problems = [MODELS[model].make(3, seed) for seed in range(2)]
     inputs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(p.inputs for p in problems))
@@ -224,10 +272,10 @@ def _doubled(f: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_inside(around: str) -> None:
+@pytest.mark.parametrize(("around", "under"), in_turn(AROUND))
+def test_inside(around: str, under: Any) -> None:
     xs = jnp.stack([make(seed)[1] for seed in range(2)])
-    agree(AROUND[around], loss, make()[0], xs)
+    agree(AROUND[around], loss, make()[0], xs, under=under)
 
 
 # ---------------------------------------------------------------- what is around the scan
@@ -262,11 +310,11 @@ WITHIN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("within", WITHIN)
-def test_stack_is_reached_through(within: str) -> None:
+@pytest.mark.parametrize(("within", "under"), in_turn(WITHIN))
+def test_stack_is_reached_through(within: str, under: Any) -> None:
     fn = WITHIN[within]
-    agree(lambda f: jax.value_and_grad(f, (0, 1)), fn, *make())
-    for policy in POLICIES.values():
+    agree(lambda f: jax.value_and_grad(f, (0, 1)), fn, *make(), under=under)
+    for policy in under.values():
         found = jaxmem.stacks(jaxmem.remat(fn, policy), *make())
         assert found
         assert all(stack.plan.kind != "none" for stack in found)
@@ -324,9 +372,8 @@ SPECS = {
 }
 
 
-@each_policy
-@pytest.mark.parametrize("specs", SPECS)
-def test_sharded_arguments(specs: str, policy: Any) -> None:
+@functools.cache
+def _of_sharded(specs: str, policy: Any) -> Any:
     mesh = _mesh()
     params, x = make()
     params = jax.tree.map(lambda a: jnp.concatenate([a, a], -1), params)  # 12 wide
@@ -335,16 +382,21 @@ def test_sharded_arguments(specs: str, policy: Any) -> None:
     args = jax.tree.map(
         lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), (params, x), SPECS[specs]
     )
-    expected, actual = (
-        jax.jit(jax.value_and_grad(f, (0, 1)))(*args) for f in (loss, jaxmem.remat(loss, policy))
-    )
+    fn = jaxmem.remat(loss, policy) if policy else loss
+    return jax.jit(jax.value_and_grad(fn, (0, 1)))(*args)
+
+
+@each_policy
+@pytest.mark.parametrize("specs", SPECS)
+def test_sharded_arguments(specs: str, policy: Any) -> None:
+    expected, actual = (_of_sharded(specs, chosen) for chosen in (None, policy))
     assert_close(actual, expected, tolerance=2e-6)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
 
 
-@each_policy
-def test_explicit_sharding(policy: Any) -> None:
+@functools.cache
+def _of_explicit(policy: Any) -> Any:
     mesh = _mesh(explicit=True)
     params, x = make()
     args = (
@@ -356,11 +408,14 @@ def test_explicit_sharding(policy: Any) -> None:
         h, means = lax.scan(layer, x, params)
         return (h**2).sum() + means.sum()
 
+    fn = jaxmem.remat(loss, policy) if policy else loss
     with jax.set_mesh(mesh):
-        expected, actual = (
-            jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
-            for f in (loss, jaxmem.remat(loss, policy))
-        )
+        return jax.jit(jax.value_and_grad(fn, (0, 1)))(*args)
+
+
+@each_policy
+def test_explicit_sharding(policy: Any) -> None:
+    expected, actual = (_of_explicit(chosen) for chosen in (None, policy))
     assert_close(actual, expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert jax.typeof(a).sharding == jax.typeof(b).sharding
@@ -388,37 +443,47 @@ def test_vmap_over_a_mesh_axis() -> None:
 # ---------------------------------------------------------------- training
 
 
-@each_policy
-def test_training_with_donated_arguments(policy: Any) -> None:
+@functools.cache
+def _trained(policy: Any) -> Any:
+    fn = jaxmem.remat(loss, policy) if policy else loss
     optimizer = optax.adamw(1e-2)
 
-    def train(loss: Any) -> Any:
-        @functools.partial(exact_jit, donate_argnums=(0, 1))
-        def step(params: Any, state: Any, x: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(params, x)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, value
+    @functools.partial(exact_jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(fn)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
 
-        params, x = make()
-        state, values = optimizer.init(params), []
-        for _ in range(3):
-            params, state, value = step(params, state, x)
-            values.append(value)
-        return params, state, values
+    params, x = make()
+    state, values = optimizer.init(params), []
+    for _ in range(3):
+        params, state, value = step(params, state, x)
+        values.append(value)
+    return params, state, values
 
+
+@each_policy
+def test_training_with_donated_arguments(policy: Any) -> None:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax's own
-        assert_same(train(jaxmem.remat(loss, policy)), train(loss))
+        assert_same(_trained(policy), _trained(None))
 
 
 # ---------------------------------------------------------------- calling
+
+
+@functools.cache
+def _plain() -> Any:
+    """The loss of `make()` and its gradients, without a decorator."""
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))(*make())
 
 
 @each_policy
 def test_eager(policy: Any) -> None:
     params, x = make()
     run = jaxmem.remat(loss, policy)
-    assert_close(run(params, x), loss(params, x))
-    assert_close(jax.grad(run)(params, x), jax.grad(loss)(params, x))
+    value, (gradient, _) = _plain()
+    assert_close(run(params, x), value)
+    assert_close(jax.grad(run)(params, x), gradient)
 
 
 @each_policy
@@ -494,7 +559,7 @@ def test_arguments_of_any_kind() -> None:
 @each_policy
 def test_numpy_arguments(policy: Any) -> None:
     params, x = jax.tree.map(np.asarray, make())
-    assert_close(jaxmem.remat(loss, policy)(params, x), jax.jit(loss)(params, x))
+    assert_close(jaxmem.remat(loss, policy)(params, x), _plain()[0])
 
 
 # ---------------------------------------------------------------- part of the derivative
@@ -574,13 +639,13 @@ def test_the_other_implementation_of_checkpoint(model: str) -> None:
 
 @pytest.mark.usefixtures("new_checkpoint")
 def test_stack_is_reached_through_the_other_checkpoint() -> None:
-    test_stack_is_reached_through("checkpoint")
+    test_stack_is_reached_through("checkpoint", POLICIES)
 
 
 @each_policy
 def test_without_jit(policy: Any) -> None:
     params, x = make()
-    expected = jax.grad(loss)(params, x)
+    expected = _plain()[1][0]
     # lax.scan is a Python loop then.
     with jax.disable_jit():
         assert_close(jax.grad(jaxmem.remat(loss, policy))(params, x), expected)
@@ -590,39 +655,38 @@ def test_without_jit(policy: Any) -> None:
 def test_debug_nans(policy: Any) -> None:
     params, x = make()
     with jax.debug_nans(True):
-        assert_close(
-            jax.jit(jax.grad(jaxmem.remat(loss, policy)))(params, x),
-            jax.jit(jax.grad(loss))(params, x),
-        )
+        assert_close(jax.jit(jax.grad(jaxmem.remat(loss, policy)))(params, x), _plain()[1][0])
 
 
 @each_policy
 def test_export(policy: Any) -> None:
     args = make()
     exported = jax.export.export(jax.jit(jaxmem.remat(loss, policy)))(*args)
-    assert_close(
-        jax.jit(jax.value_and_grad(exported.call, (0, 1)))(*args),
-        jax.jit(jax.value_and_grad(loss, (0, 1)))(*args),
-    )
+    assert_close(jax.jit(jax.value_and_grad(exported.call, (0, 1)))(*args), _plain())
+
+
+def _checked(w: jax.Array, h: jax.Array) -> jax.Array:
+    def layer(h: jax.Array, w: jax.Array) -> Any:
+        checkify.check(h.sum() < 30, "large: {}", h.sum())
+        return jnp.log(h @ w), None
+
+    return lax.scan(layer, h, w)[0].sum()
+
+
+@functools.cache
+def _said(fn: Callable[..., Any]) -> list[str | None]:
+    """What is said of a NaN, and of a check of the user's."""
+    run = jax.jit(checkify.checkify(fn, checkify.user_checks | checkify.nan_checks))
+    ws = jnp.stack([jnp.eye(D)] * N)
+    return [run(ws * scale, jnp.ones((B, D)))[0].get() for scale in (1.0, 8.0)]
 
 
 @each_policy
 def test_checkify(policy: Any) -> None:
-    def checked(w: jax.Array, h: jax.Array) -> jax.Array:
-        def layer(h: jax.Array, w: jax.Array) -> Any:
-            checkify.check(h.sum() < 30, "large: {}", h.sum())
-            return jnp.log(h @ w), None
-
-        return lax.scan(layer, h, w)[0].sum()
-
-    def said(fn: Callable[..., Any], scale: float) -> str | None:
-        run = checkify.checkify(fn, checkify.user_checks | checkify.nan_checks)
-        return jax.jit(run)(jnp.stack([jnp.eye(D)] * N) * scale, jnp.ones((B, D)))[0].get()
-
-    decorated = jaxmem.remat(checked, policy)
-    for scale in (1.0, 8.0):  # a NaN; a check of the user's
-        assert said(decorated, scale) == said(checked, scale) is not None
-    assert "nan" in str(said(jax.grad(decorated), 1.0))
+    decorated = jaxmem.remat(_checked, policy)
+    assert _said(decorated) == _said(_checked)
+    assert None not in _said(_checked)
+    assert "nan" in str(_said(jax.grad(decorated))[0])
 
 
 def test_gradients_of_what_checkify_has_rewritten_say_that_all_is_kept() -> None:
@@ -685,10 +749,18 @@ def keys_used_by_two(weights, h, key):
     return keys_split(weights, h, key) + keys_split(weights, h, key)
 
 
+KEYED = jnp.full((4, 4, 4), 0.3), jnp.ones((2, 4))
+
+
+@functools.cache
+def _of_keys(fn: Callable[..., Any]) -> Any:
+    return jax.jit(jax.value_and_grad(fn))(*KEYED, jax.random.key(0))
+
+
 @pytest.mark.parametrize("decorate", [jaxmem.remat_sqrt, jaxmem.remat_revolve, jaxmem.remat_full])
 @pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
 def test_random_keys_are_not_used_twice_by_recomputation(decorate):
-    weights, h, key = jnp.full((4, 4, 4), 0.3), jnp.ones((2, 4)), jax.random.key
+    (weights, h), key = KEYED, jax.random.key
     ways = [lambda f: f, lambda f: jax.jit(jax.grad(f))]
     fns = [keys_split, keys_carried]
     if decorate is jaxmem.remat_sqrt:
@@ -697,8 +769,8 @@ def test_random_keys_are_not_used_twice_by_recomputation(decorate):
     for fn in fns:
         with jax.debug_key_reuse(True):
             found = [way(decorate(fn))(weights, h, key(0)) for way in ways]
-        expected = [way(fn)(weights, h, key(0)) for way in ways]
-        chex.assert_trees_all_close(found, expected, rtol=1e-5)
+        value, gradient = _of_keys(fn)
+        chex.assert_trees_all_close(found, [value, gradient, gradient][: len(ways)], rtol=1e-5)
     for fn in (key_used_again, keys_used_by_two):
         for way in ways:
             with jax.debug_key_reuse(True), pytest.raises(jax.errors.KeyReuseError):

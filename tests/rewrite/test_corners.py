@@ -35,19 +35,24 @@ def model(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.scan(layer, x, w)[0].sum()
 
 
+def sown(w: jax.Array, x: jax.Array) -> jax.Array:
+    def with_metrics(h: jax.Array, w: jax.Array) -> Any:
+        return jnp.tanh(h @ w), (jnp.log(jnp.abs(h) * 0), 2 * h)
+
+    h, (_, used) = lax.scan(with_metrics, x, w)
+    return h.sum() + used.sum()
+
+
+@functools.cache
+def gradients(fn: Any) -> Any:
+    return jax.jit(jax.grad(fn, (0, 1)))(W, X)
+
+
 @each_policy
 def test_unused_ys_do_not_reach_the_gradient(policy: Any) -> None:
     """Zeros pulled through an infinite derivative would be NaN."""
-
-    def sown(w: jax.Array, x: jax.Array) -> jax.Array:
-        def with_metrics(h: jax.Array, w: jax.Array) -> Any:
-            return jnp.tanh(h @ w), (jnp.log(jnp.abs(h) * 0), 2 * h)
-
-        h, (_, used) = lax.scan(with_metrics, x, w)
-        return h.sum() + used.sum()
-
-    grads = jax.jit(jax.grad(jaxmem.remat(sown, policy), (0, 1)))(W, X)
-    chex.assert_trees_all_close(grads, jax.jit(jax.grad(sown, (0, 1)))(W, X), rtol=1e-6)
+    grads = gradients(jaxmem.remat(sown, policy))
+    chex.assert_trees_all_close(grads, gradients(sown), rtol=1e-6)
 
 
 @each_policy
@@ -237,13 +242,7 @@ ALL = POLICIES | {
 }
 
 
-@pytest.mark.filterwarnings("ignore::jaxmem.OffloadWarning")
-@pytest.mark.parametrize(
-    ("operation", "policy"),
-    # jax can linearise the last two, though not transpose them.
-    [*((root, policy) for policy in ALL), (halved, "segments"), (times, "revolve-3")],
-)
-def test_operations_that_have_forward_mode_only(operation: Any, policy: str) -> None:
+def model_of(operation: Any) -> Any:
     def model(w: jax.Array, x: jax.Array) -> jax.Array:
         def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
             h = jnp.tanh(checkpoint_name(operation(1 + (h @ w) ** 2), "kept"))
@@ -252,17 +251,34 @@ def test_operations_that_have_forward_mode_only(operation: Any, policy: str) -> 
         h, sums = lax.scan(layer, x, w)
         return (h**2).sum() + sums.sum()
 
-    ours = jaxmem.remat(model, ALL[policy])
+    return model
 
-    def along(f: Any) -> Any:
-        return jax.jit(lambda w, x: jax.jvp(f, (w, x), (jnp.cos(w), x)))
 
-    def mapped(f: Any) -> Any:
-        return jax.vmap(along(f), (None, 0))
+@functools.cache
+def forward(operation: Any, policy: str | None) -> Any:
+    """Values and derivatives along a direction, of one input and of several."""
+    fn = model_of(operation)
+    if policy:
+        fn = jaxmem.remat(fn, ALL[policy])
 
-    chex.assert_trees_all_close(along(ours)(W, X), along(model)(W, X), rtol=1e-5)
+    def along(w: jax.Array, x: jax.Array) -> Any:
+        return jax.jvp(fn, (w, x), (jnp.cos(w), x))
+
     several = jnp.stack([X, 2 * X])
-    chex.assert_trees_all_close(mapped(ours)(W, several), mapped(model)(W, several), rtol=1e-5)
-    for f in (model, ours):
-        with pytest.raises(ValueError, match="reverse-mode autodiff|Reverse-mode differentiation"):
-            jax.grad(f)(W, X)
+    found = jax.jit(lambda w, x, several: (along(w, x), jax.vmap(along, (None, 0))(w, several)))(
+        W, X, several
+    )
+    with pytest.raises(ValueError, match="reverse-mode autodiff|Reverse-mode differentiation"):
+        jax.grad(fn)(W, X)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::jaxmem.OffloadWarning")
+@pytest.mark.parametrize(
+    ("operation", "policy"),
+    # jax can linearise the last two, though not transpose them.
+    [*((root, policy) for policy in ALL), (halved, "segments"), (times, "revolve-3")],
+)
+def test_operations_that_have_forward_mode_only(operation: Any, policy: str) -> None:
+    ours, theirs = forward(operation, policy), forward(operation, None)
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5)

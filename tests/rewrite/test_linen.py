@@ -1,7 +1,6 @@
 """linen modules under every policy: same variables, keys, state and gradients, bit for bit."""
 
 import functools
-import itertools
 import pickle
 import warnings
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -140,10 +140,8 @@ def filled(module):
     """Variables of the shapes that `init` gives, filled without running it: `init` is slow."""
     shapes = jax.eval_shape(module.init, keys(), data())
     leaves, structure = jax.tree.flatten(shapes)
-    draws = jax.random.uniform(jax.random.key(5), (sum(leaf.size for leaf in leaves),), minval=0.1)
-    ends = list(itertools.accumulate(leaf.size for leaf in leaves))
-    parts = jnp.split(draws - 0.2, ends[:-1])
-    values = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    rng = np.random.default_rng(5)
+    values = [jnp.asarray(rng.uniform(-0.1, 0.8, leaf.shape), leaf.dtype) for leaf in leaves]
     variables = jax.tree.unflatten(structure, values)
     if "batch_stats" in variables:  # variances are positive
         variables["batch_stats"] = jax.tree.map(jnp.abs, variables["batch_stats"])
