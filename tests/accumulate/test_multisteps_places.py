@@ -354,9 +354,12 @@ def test_updates_of_another_structure() -> None:
 WHERE = [
     pytest.param(where, marks=pytest.mark.slow if where == "tpu" else ()) for where in PLATFORMS
 ]
-LAYERS, SIDE, ROWS = 8, 2048, 256
-SIZE = LAYERS * SIDE * SIDE * 4
-LEAF = 1 / LAYERS
+SIDE, ROWS = 2048, 256
+
+
+def layers(where: str, form: str) -> int:
+    """Each of a loop is compiled for itself; gradients of few find room on a TPU's chip."""
+    return 4 if form == "loop" and where != "tpu" else 8
 
 
 @functools.cache
@@ -374,9 +377,11 @@ def needed(where: str, kind: str, form: str) -> float:
         "skip": jaxmem.MultiSteps(adam, 8, should_skip_update_fn=optax.skip_not_finite),
     }[kind]
     layer = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
-    params: Any = [layer] * LAYERS
+    count = layers(where, form)
+    params: Any = [layer] * count
     if form == "scan":
-        params = jax.ShapeDtypeStruct((LAYERS, SIDE, SIDE), jnp.float32)
+        params = jax.ShapeDtypeStruct((count, SIDE, SIDE), jnp.float32)
+    size = count * SIDE * SIDE * 4
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         if form == "scan":
@@ -397,11 +402,11 @@ def needed(where: str, kind: str, form: str) -> float:
         text = compiled(
             where, lambda grads, state: tx.update(grads, state), params, state, donate=donate
         )
-        return text.required / SIZE
+        return text.required / size
     x = jax.ShapeDtypeStruct((ROWS, SIDE), jnp.float32)
     return (
         compiled(where, step, params, state, x, donate=donate).required - ROWS * SIDE * 4
-    ) / SIZE
+    ) / size
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -424,9 +429,9 @@ def test_memory_one_accumulator_where_layers_are_separate(where: str) -> None:
 # Of the parameters' leaves, which layer reads each: the order in which gradients come decides which
 # donated accumulator is free for which leaf.
 ORDERS = [
-    ("tpu", 4096, (3, 2, 1, 0)),
-    pytest.param("tpu", 2048, (0, 1, 2, 3, 4, 5, 6, 7), marks=pytest.mark.slow),
-    pytest.param("tpu", 2048, (2, 4, 0, 7, 5, 1, 6, 3), marks=pytest.mark.slow),
+    pytest.param("tpu", 4096, (3, 2, 1, 0), marks=pytest.mark.slow),
+    pytest.param("tpu", 2048, (0, 1, 2, 3), marks=pytest.mark.slow),
+    pytest.param("tpu", 2048, (2, 0, 3, 1), marks=pytest.mark.slow),
     ("gpu", 2048, (2, 4, 0, 7, 5, 1, 6, 3)),
 ]
 
@@ -462,9 +467,10 @@ def test_memory_no_more_than_optax_where_layers_are_separate(
 
 @pytest.mark.parametrize("where", WHERE)
 def test_memory_a_guard_needs_all_gradients_at_once(where: str) -> None:
+    leaf = 1 / layers(where, "loop")
     # Whether to add the first is known after the last: parameters, Adam's state,
     # accumulator and gradients; and on the CPU what is counted of one leaf.
-    assert needed(where, "skip", "loop") <= 5.05 + (LEAF if where == "cpu" else 0)
+    assert needed(where, "skip", "loop") <= 5.05 + (leaf if where == "cpu" else 0)
 
 
 @pytest.mark.parametrize("where", WHERE)

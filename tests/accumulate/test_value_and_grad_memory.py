@@ -13,8 +13,8 @@ from helpers.grads import whole
 
 import jaxmem
 
-WIDE, DEPTH, ROWS = 2048, 8, 2048
-P = DEPTH * WIDE * WIDE * 4
+WIDE, ROWS = 2048, 2048
+LAYER = WIDE * WIDE * 4
 
 
 def by_hand(loss: Callable[..., Any], m: int) -> Callable[..., Any]:
@@ -48,21 +48,27 @@ def adam_step(both: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def size(scanned: bool) -> int:
+    """Of all parameters; each layer that is written out is compiled for itself."""
+    return (8 if scanned else 4) * LAYER
+
+
 def required(where: str, both: Callable[..., Any], scanned: bool, rows: int = ROWS) -> float:
-    """Device memory of a step of Adam in units of P, all of its state donated."""
-    one = jax.ShapeDtypeStruct((WIDE, WIDE), jnp.float32)
-    w = jax.ShapeDtypeStruct((DEPTH, WIDE, WIDE), jnp.float32) if scanned else [one] * DEPTH
+    """Device memory of a step of Adam in units of the parameters, all of its state donated."""
+    one, depth = jax.ShapeDtypeStruct((WIDE, WIDE), jnp.float32), size(scanned) // LAYER
+    w = jax.ShapeDtypeStruct((depth, WIDE, WIDE), jnp.float32) if scanned else [one] * depth
     state = jax.eval_shape(optax.adam(1e-3).init, w)
     x = jax.ShapeDtypeStruct((rows, WIDE), jnp.float32)
     leaves = len(jax.tree.leaves((w, state)))
-    return compiled(where, adam_step(both), w, state, x, donate=range(leaves)).required / P
+    needed = compiled(where, adam_step(both), w, state, x, donate=range(leaves)).required
+    return needed / size(scanned)
 
 
 @pytest.mark.parametrize("where", ["cpu", "gpu"])  # the TPU's copies activations in loops
 def test_memory_is_one_microbatch_and_one_accumulator(where: str) -> None:
     """Activations fall as 1 / microbatches: to those of a plain step on so many rows."""
     rows = 2**15
-    batch = rows * WIDE * 4 / P
+    batch = rows * WIDE * 4 / size(scanned=True)
     loss = wide_loss(scanned=True, weighted=True)
     found = []
     for m in (1, 8):
@@ -84,7 +90,7 @@ def test_memory_is_that_of_a_scan_by_hand_or_less(
     ours = jaxmem.value_and_grad(wide_loss(scanned, weighted), microbatches=8)
     mean = wide_loss(scanned, weighted=False)
     found = required(where, ours, scanned)
-    small = 2**16 / P  # scalars, which on TPUs are tiles
+    small = 2**16 / size(scanned)  # scalars, which on TPUs are tiles
     hand = required(where, by_hand(mean, 8), scanned)
     # Stacked parameters have no gradient next to the accumulator.
     assert found <= (hand - 0.85 if scanned else hand + small)
