@@ -144,10 +144,14 @@ def _scopes(eqn: Any, regions: Collection[str]) -> set[str]:
 def _looked_at(eqn: Any) -> Any:
     """What an operation is but another look at, if it is."""
     sources = list(filter(_jax.is_var, eqn.invars))
-    if len(sources) != 1 or eqn.outvars[0].aval.size != sources[0].aval.size:
+    if len(sources) != 1 or len(eqn.outvars) != 1:
         return None
     same = kind_of(eqn) == "view" or eqn.primitive.name == "broadcast_in_dim"
-    return sources[0] if same else None
+    return sources[0] if same and _size(eqn.outvars[0]) == _size(sources[0]) else None
+
+
+def _size(var: Any) -> int | None:
+    return getattr(var.aval, "size", None)  # a token has none
 
 
 def _simplified(eqns: Sequence[Any]) -> list[Any]:

@@ -128,6 +128,7 @@ def test_a_segment_whose_layers_keep_some_values() -> None:
 # ---------------------------------------------------------------- transformations
 
 
+@pytest.mark.filterwarnings("ignore:.*is differentiated twice:jaxmem.NoEffectWarning")
 @pytest.mark.parametrize("derivative", [d for d in DERIVATIVES if d != "value"])
 def test_derivatives(derivative: str) -> None:
     agree(DERIVATIVES[derivative], stacked_loss, *stacked_arrays())
