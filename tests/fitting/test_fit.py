@@ -609,9 +609,14 @@ def test_static_arguments_and_keywords() -> None:
 
     params, h = arrays()
     fitted = fit(
-        loss(jaxmem.remat_auto), params, 2, h=h, scale=3.0, budget="4MiB", static_argnums=1,
+        loss(jaxmem.remat_auto),
+        *(params, 2),
+        h=h,
+        scale=3.0,
+        budget="4MiB",
+        static_argnums=1,
         max_compiles=2,
-    )  # fmt: skip
+    )
     assert fitted.report.required_bytes <= 4 * MIB
     expected = loss(lambda f: f)(params, 2, h, 3.0)
     ours = fitted.step(params, 2, h=h, scale=3.0)
