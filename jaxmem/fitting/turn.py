@@ -1,9 +1,7 @@
 """What a step has live where its regions' forward pass ends and their backward pass begins.
 
 The loss of a model stands there, which is often the largest array of all: logits in float32,
-their softmax, its gradient.  No plan changes that, and every plan has it next to all that it keeps;
-nor does a plan change what code outside of the regions made for the backward pass, such as what
-a `jax.checkpoint` of the user's keeps, the inputs of its block.
+their softmax, its gradient.  No plan changes that, and every plan has it next to all that it keeps.
 """
 
 import collections
@@ -15,9 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.estimate.counting import kind_of
-from jaxmem.estimate.liveness import in_memory, peak_live_bytes
+from jaxmem.estimate.liveness import peak_live_bytes
 from jaxmem.estimate.roofline import Roofline
+from jaxmem.fitting.passing import passing_bytes
 from jaxmem.fitting.uses import Way, scopes_in, way_of
 from jaxmem.trace.layer import nbytes
 
@@ -29,8 +27,7 @@ class Turn:
     Attributes:
       bytes: at the peak, of what is computed.
       given_bytes: what it reads of what was computed before, the results of regions.
-      passing: bytes that were computed before it and that others than what computed them read
-        behind it; by region, those of no region under None.
+      passing: bytes that pass it by, see `jaxmem.fitting.passing`.
     """
 
     bytes: int = 0
@@ -60,13 +57,13 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
         inner = [sub.jaxpr for sub in _jax.all_subjaxprs(eqn)]
         if _jax.is_scan(eqn) or len(inner) != 1:
             return Turn()
-        passing += _passing(jaxpr, at, at if again else at + 1, regions)
+        passing += passing_bytes(jaxpr, at, at if again else at + 1, regions)
         jaxpr, way = inner[0], way_of(str(eqn.source_info.name_stack), way)
     back = next((at for at, found in enumerate(ways) if "back" in found), None)
     there = next((at for at in range(back or 0)[::-1] if "there" in ways[at]), None)
     if back is None or there is None:
         return Turn(passing=passing)
-    passing += _passing(jaxpr, there + 1, back, regions)
+    passing += passing_bytes(jaxpr, there + 1, back, regions)
     if back == there + 1:
         return Turn(passing=passing)
     before = {var for eqn in jaxpr.eqns[: there + 1] for var in eqn.outvars}
@@ -90,68 +87,6 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
 
 
 # ---------------------------------------------------------------- implementation
-
-
-def _passing(
-    jaxpr: Any, ahead: int, back: int, regions: Mapping[str, Hashable]
-) -> collections.Counter[Hashable]:
-    """Bytes made by the operations ahead that others read from `back` on, by who made them."""
-    stored = in_memory(jaxpr)
-    made: dict[Any, set[str]] = {}
-    base: dict[Any, Any] = {}
-    given = set(jaxpr.invars)
-    for eqn in jaxpr.eqns[:ahead]:
-        stack = str(eqn.source_info.name_stack)
-        if not any(_jax.is_var(atom) and atom in given for atom in eqn.invars):
-            continue  # of constants alone, such as a mask, which is made where it is read
-        given.update(eqn.outvars)
-        if way_of(stack, None) == "back":
-            continue  # the gradient that a region is given is counted there
-        source = _looked_at(eqn)
-        for var in eqn.outvars:
-            if source is None:
-                made[var] = _scopes(eqn, regions)
-            else:
-                base[var] = base.get(source, source)
-    found: dict[Any, set[str]] = {}
-    between = {a for eqn in jaxpr.eqns[ahead:back] for a in eqn.invars if _jax.is_var(a)}
-    read = {base.get(atom, atom) for atom in between}
-    for eqn in jaxpr.eqns[back:]:
-        own = _scopes(eqn, regions)
-        for atom in filter(_jax.is_var, eqn.invars):
-            var = base.get(atom, atom)
-            is_stored = atom in stored or var in stored
-            if var in made and is_stored and var not in read and not own & made[var]:
-                found[var] = made[var]
-    sizes: collections.Counter[Hashable] = collections.Counter()
-    for var, scopes in found.items():
-        sizes[regions[min(scopes)] if scopes else None] += nbytes(var.aval)
-    return sizes
-
-
-def _scopes(eqn: Any, regions: Collection[str]) -> set[str]:
-    """Those that an operation is in, and those in it: a scan's residuals are its regions'.
-
-    To a checkpoint that is reversed no region in it has left anything.
-    """
-    found = scopes_in(str(eqn.source_info.name_stack), regions)
-    if _jax.in_checkpoint(eqn) is None:
-        for sub in _jax.all_subjaxprs(eqn):
-            found.update(*(_scopes(inner, regions) for inner in sub.jaxpr.eqns))
-    return found
-
-
-def _looked_at(eqn: Any) -> Any:
-    """What an operation is but another look at, if it is."""
-    sources = list(filter(_jax.is_var, eqn.invars))
-    if len(sources) != 1 or len(eqn.outvars) != 1:
-        return None
-    same = kind_of(eqn) == "view" or eqn.primitive.name == "broadcast_in_dim"
-    return sources[0] if same and _size(eqn.outvars[0]) == _size(sources[0]) else None
-
-
-def _size(var: Any) -> int | None:
-    return getattr(var.aval, "size", None)  # a token has none
 
 
 def _simplified(eqns: Sequence[Any]) -> list[Any]:
