@@ -26,7 +26,7 @@ The same command resumes after an interruption.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,7 +126,7 @@ def main(options: Options) -> tuple[list[Need], list[Trained]]:
 # ---------------------------------------------------------------- memory
 
 
-def _needs(options: Options) -> list[Need]:
+def _needs(options: Options, updates: Sequence[str] = ("after", "inside")) -> list[Need]:
     made_by = versions(options.target)
     path = options.results / "mnist_cnn.csv"
     table = Table(path, Need, ("target", "program", "update", "kind", "number"))
@@ -134,6 +134,7 @@ def _needs(options: Options) -> list[Need]:
     wanted += [("inside", "none", 0)]
     wanted += [("inside", "segments", number) for number in options.segments]
     wanted += [("inside", "sqrt", 0)] + [("inside", "fit", share) for share in options.shares]
+    wanted = [one for one in wanted if one[0] in updates]
     rows = []
     with tqdm(wanted, unit="program", disable=None) as bar:
         for update, kind, number in bar:

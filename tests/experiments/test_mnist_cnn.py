@@ -69,7 +69,7 @@ def test_what_is_said_follows_the_rows(made: tuple[list[Need], list[Trained], Pa
 def test_a_size_aware_cut_needs_less_than_equal_segments(tmp_path: Path):
     """Compiled for a GPU that is not there; the net is shallower and narrower."""
     options = Options(depth=16, width=64, segments=(4,), shares=(0,), results=tmp_path)
-    found = {row.kind: row for row in mnist_cnn._needs(options) if row.update == "inside"}
+    found = {row.kind: row for row in mnist_cnn._needs(options, updates=["inside"])}
     none, segments = found["none"], found["segments"]
     for aware in (found["sqrt"], found["fit"]):
         assert aware.required_bytes < min(segments.required_bytes, none.required_bytes)
