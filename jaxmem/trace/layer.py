@@ -444,15 +444,18 @@ def differentiated(
         outs = _reached(body.jaxpr, ins)
         carry_out, _ = body.split_out(outs)
         grown = [a or b for a, b in zip(carry, carry_out, strict=True)]
-        if grown == carry:
+        if grown == carry or all(outs):  # more inputs would reach no less
             # A carry that takes part must do so on both sides.
-            return Wrt(tuple(ins), (*carry, *outs[body.num_carry :]))
+            return Wrt((*consts, *grown, *x), (*grown, *outs[body.num_carry :]))
         carry = grown
 
 
 def _reached(closed: ClosedJaxpr, ins: Sequence[bool]) -> list[bool]:
     """Which results have a tangent that is not known to be zero, as behind a `stop_gradient`."""
-    found = [False] * len(closed.out_avals)
+    found = _certainly_reached(closed.jaxpr, ins)
+    could_be = list(map(_jax.has_tangent, closed.out_avals))
+    if found == could_be or not any(ins):
+        return found
     outs = jax.custom_jvp(lambda *values: list(values))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -470,7 +473,26 @@ def _reached(closed: ClosedJaxpr, ins: Sequence[bool]) -> list[bool]:
         diff = [arg for flag, arg in zip(ins, args, strict=True) if flag]
         return jax.jvp(active, diff, list(map(_jax.zeros_like, diff)))
 
-    if any(ins):
-        with context.inside_layer():
-            _jax.trace(run, closed.in_avals)
+    with context.inside_layer():
+        _jax.trace(run, closed.in_avals)
     return found
+
+
+# Operations whose results have a tangent where one of their operands has one.
+# fmt: off
+_PASSING_ON = frozenset({
+    "add", "add_any", "broadcast_in_dim", "concatenate", "conv_general_dilated",
+    "convert_element_type", "cos", "div", "dot_general", "exp", "log", "mul", "name", "neg",
+    "reduce_sum", "reshape", "sin", "slice", "squeeze", "sub", "tanh", "transpose",
+})
+# fmt: on
+
+
+def _certainly_reached(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
+    """Of the results, those reached through such operations alone: for these nothing is traced."""
+    reached = {var for var, flag in zip(jaxpr.invars, ins, strict=True) if flag}
+    for eqn in jaxpr.eqns:
+        passes_on = eqn.primitive.name in _PASSING_ON
+        if passes_on and any(_jax.is_var(atom) and atom in reached for atom in eqn.invars):
+            reached.update(var for var in eqn.outvars if _jax.has_tangent(var.aval))
+    return [_jax.is_var(atom) and atom in reached for atom in jaxpr.outvars]
