@@ -52,12 +52,13 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
             break
         # Of blocks that are under a checkpoint each, the one that is reversed first.
         again = [at for at in both if _jax.in_checkpoint(jaxpr.eqns[at]) is not None]
-        at = again[0] if both[-1] in again else both[-1]
+        reversed_there = both[-1] in again
+        at = again[0] if reversed_there else both[-1]
         eqn = jaxpr.eqns[at]
         inner = [sub.jaxpr for sub in _jax.all_subjaxprs(eqn)]
         if _jax.is_scan(eqn) or len(inner) != 1:
             return Turn()
-        passing += passing_bytes(jaxpr, at, at if again else at + 1, regions)
+        passing += passing_bytes(jaxpr, at, at if reversed_there else at + 1, regions)
         jaxpr, way = inner[0], way_of(str(eqn.source_info.name_stack), way)
     back = next((at for at, found in enumerate(ways) if "back" in found), None)
     there = next((at for at in range(back or 0)[::-1] if "there" in ways[at]), None)

@@ -1,6 +1,7 @@
 """Unrolled code as the chain that solvers know: stages with options, and plans back again."""
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -98,12 +99,12 @@ class Chain:
         """How many stages there are."""
         return len(self.cuts) - 1
 
-    @property
+    @functools.cached_property
     def result_bytes(self) -> int:
         """What the code makes for others."""
         return sum(nbytes(var.aval) for var in self._results)
 
-    @property
+    @functools.cached_property
     def _results(self) -> set[Any]:
         return set(filter(_jax.is_var, self.code.closed.jaxpr.outvars)) - self.code.given
 
