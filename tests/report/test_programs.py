@@ -401,7 +401,7 @@ def test_predictions_without_a_gpu_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAXMEM_CACHE", "0")
     path = tmp_path / "deep" / "table.csv"
     options = verify_predictions.Options(path, only="mlp dots")
     assert verify_predictions.main(options) == 0

@@ -182,13 +182,14 @@ def feeds(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def with_a_loss() -> tuple[StepProblem, CompileRequest]:
+def with_a_loss(model: Callable[..., Any], layers: int) -> tuple[StepProblem, CompileRequest]:
     """The plans of layers with a loss on top, for an absent GPU."""
-    params = shapes(5, 256, jnp.bfloat16)
-    for layer in params["layers"]:
-        del layer["qkv"]
+    params = shapes(layers, 256, jnp.bfloat16)
+    if model is feeds:
+        for layer in params["layers"]:
+            del layer["qkv"]
     specs = params, jax.ShapeDtypeStruct((16, 256, 256), jnp.bfloat16), jax.random.key(0)
-    step = gradient(feeds)
+    step = gradient(model)
     return problem(step, *specs, target=TARGET), question(step, *specs, target=TARGET)
 
 
@@ -203,7 +204,7 @@ def test_equal_layers_are_planned_once(model: str) -> None:
 
 
 def test_plans_name_layers() -> None:
-    found, _ = with_a_loss()
+    found, _ = with_a_loss(feeds, 5)
     [region] = found.regions
     least = found.planned(len(found.front) - 1)[0].candidate
     names = {row.stack for row in region.decisions(least)}
@@ -230,13 +231,21 @@ def test_numbers_along_the_front(model: str) -> None:
             assert_close(exact_jit(gradient(MODELS[model]))(*args), expected)
 
 
-def test_layers_with_a_loss_on_top_are_predicted() -> None:
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        (feeds, 5),
+        pytest.param(decoder, 8, marks=pytest.mark.slow),  # with attention and dropout
+    ],
+)
+def test_layers_with_a_loss_on_top_are_predicted(model: Callable[..., Any], layers: int) -> None:
     """The logits in float32, and their gradient, are live next to all that is kept."""
-    found, ask = with_a_loss()
-    candidate = len(found.front) - 1
-    report = found.report(ask, candidate)
-    fixed = report.required_bytes - report.temp_bytes
-    assert abs((found.predicted[candidate] - fixed) / report.temp_bytes - 1) < 0.1
+    found, ask = with_a_loss(model, layers)
+    for candidate in (len(found.front) // 2, len(found.front) - 1):
+        report = found.report(ask, candidate)
+        fixed = report.required_bytes - report.temp_bytes
+        off = (found.predicted[candidate] - fixed) / report.temp_bytes - 1
+        assert abs(off) < 0.15, (candidate, off)
 
 
 def jvp_rule(scale: float) -> Callable[[jax.Array], jax.Array]:
