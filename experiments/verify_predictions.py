@@ -233,7 +233,9 @@ def predicted(each: Case, row: Row, options: Options) -> Row:
     try:
         job = entry.make(dict(each.settings))
         with entry.under(policy):
-            report = job.report(options.target, suggest=False, timeout=options.timeout)
+            report = job.report(
+                options.target, suggest=False, generate_code=True, timeout=options.timeout
+            )
     except RuntimeError as error:  # of the compiler, or of jax where cuDNN is not there
         return dataclasses.replace(row, predicted_bytes=NOT_COMPILED, notes=_line(error))
     return dataclasses.replace(

@@ -60,6 +60,12 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Draw live memory along the program, as PNG or SVG.",
 )
+@click.option(
+    "--generate-code",
+    is_flag=True,
+    help="Do not stop when buffers are assigned: the compiler's peak and its refusals, in 2 to 40 "
+    "times the time.",
+)
 @timeout_option
 @cache_option
 @click.option(
@@ -73,6 +79,7 @@ def report(
     settings: tuple[tuple[str, str], ...],
     as_json: bool,
     plot: Path | None,
+    generate_code: bool,
     timeout: float,
     no_cache: bool,
     no_suggest: bool,
@@ -90,7 +97,12 @@ def report(
             "--plan and --policy both say what the stacks keep; give one of them"
         )
     check_files(plot=plot)
-    options = {"timeout": timeout, "cache": not no_cache, "suggest": not no_suggest}
+    options = {
+        "generate_code": generate_code,
+        "timeout": timeout,
+        "cache": not no_cache,
+        "suggest": not no_suggest,
+    }
     with results_only():
         found = _reports(where, targets, PolicyText.parse(policy), plan, settings, options)
     _show(targets, found, as_json)

@@ -215,8 +215,12 @@ def compile_elsewhere(
     options: dict[str, Any],
     timeout: float,
     cache: bool,
+    generate_code: bool = False,
 ) -> Compiled:
     """Compile for a named target in a worker, or read the result from the cache.
+
+    Args:
+      generate_code: see `jaxmem.memory_report`.
 
     Raises:
       jaxmem.CompileError: see `jaxmem.targets.compile_for`.
@@ -229,11 +233,12 @@ def compile_elsewhere(
         raise targets.CompileError("; ".join(target.missing()) or str(error)) from None
     target = _for_devices(target, exported)
     store = targets.Cache() if cache else None
-    key = _key(exported, target, options)
+    generate_code = generate_code or any(mark in exported.module for mark in _KERNELS)
+    key = _key(exported, target, options, generate_code)
     found = _read(store.get(key)) if store else None
     cached = found is not None
     if found is None:
-        found = _compiled_for(target, exported, options, timeout)
+        found = _compiled_for(target, exported, options, timeout, generate_code)
         if store:
             store.put(key, to_data(found))
     return Compiled(
@@ -252,8 +257,16 @@ def compile_elsewhere(
     )
 
 
+# What calls a hand-written kernel: Pallas' on TPUs, and on GPUs by Triton and by Mosaic.
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu")
+
+
 def _compiled_for(
-    target: "targets.Target", exported: Exported, options: dict[str, Any], timeout: float
+    target: "targets.Target",
+    exported: Exported,
+    options: dict[str, Any],
+    timeout: float,
+    generate_code: bool,
 ) -> Outcome:
     """Compile in a worker; where that meets a known defect, once more with what avoids it."""
 
@@ -266,6 +279,7 @@ def _compiled_for(
                 mesh_axes=exported.mesh,
                 memory_kinds=exported.memory_kinds,
                 compiler_options=options,
+                generate_code=generate_code,
                 timeout=timeout,
             )
         return _outcome(output, target)
@@ -320,7 +334,9 @@ def _for_devices(target: "targets.Target", exported: Exported) -> "targets.Targe
     )
 
 
-def _key(exported: Exported, target: "targets.Target", options: dict[str, Any]) -> str:
+def _key(
+    exported: Exported, target: "targets.Target", options: dict[str, Any], generate_code: bool
+) -> str:
     return targets.Cache.key(
         program=digest(exported.module),
         kept=exported.kept,
@@ -332,6 +348,7 @@ def _key(exported: Exported, target: "targets.Target", options: dict[str, Any]) 
         settings=targets.settings(),
         versions=targets.versions(target),
         reader=_reader_digest(),
+        **({"generate_code": True} if generate_code else {}),
     )
 
 

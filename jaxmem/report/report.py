@@ -69,8 +69,9 @@ class MemoryReport(Shown):
       temp_bytes: everything else: residuals, gradients, workspace.
       host_bytes: the same sum for buffers in host memory, where the backend reports them.
       on_chip_bytes: buffers in on-chip memory (VMEM on TPU), which take no device memory.
-      peak_bytes: the compiler's own peak.  Not portable: on CPU it leaves the
-        temporaries out, elsewhere it may include host or on-chip memory.
+      peak_bytes: the compiler's own peak, None where no machine code was generated.  Not
+        portable: on CPU it leaves the temporaries out, elsewhere it may include host or on-chip
+        memory.
       capacity_bytes: the memory of one device, None where unknown.
       default_capacity_bytes: what jax takes of it by default: 75 % on a GPU.
       flops: floating-point operations of the traced program, loops times their

@@ -80,9 +80,10 @@ def compile_for(
     mesh_axes: Mapping[str, int] | Sequence[tuple[str, int]] | None = None,
     memory_kinds: tuple[Sequence[str | None], Sequence[str | None]] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    generate_code: bool = False,
     timeout: float = 900.0,
 ) -> CompilerOutput:
-    """Compile a program for a target.
+    """Compile a program for a target, until its buffers are assigned.
 
     Args:
       target: what to compile for.
@@ -91,6 +92,8 @@ def compile_for(
       mesh_axes: names and sizes of the mesh that it is sharded over.
       memory_kinds: of the arguments and of the results, "pinned_host" or None each.
       compiler_options: as for jax's `.compile(compiler_options=…)`.
+      generate_code: whether to go on to machine code, as is done anyway for a TPU's program that
+        may be too large for it.
       timeout: seconds, after which the compiler is killed.
 
     Raises:
@@ -114,6 +117,8 @@ def compile_for(
         "memory_kinds": memory_kinds and [list(kinds) for kinds in memory_kinds],
         "options": dict(compiler_options or {}),
         "settings": settings(),
+        "generate_code": generate_code,
+        "room": round(_SURE * target.memory) if target.platform == "tpu" else None,
     }
     deadline = time.monotonic() + timeout
     with pool.borrowed(target.platform) as worker:
@@ -166,6 +171,10 @@ _SETTINGS = (
 
 # ---------------------------------------------------------------- implementation
 
+# What needs no more than this part of a device is not refused as too large for it: code and what
+# a TPU's compiler keeps for itself are less than the rest.
+_SURE = 0.97
+
 
 def _output(reply: dict[str, Any], target: Target) -> CompilerOutput:
     texts = reply["texts"]
@@ -178,10 +187,11 @@ def _output(reply: dict[str, Any], target: Target) -> CompilerOutput:
         versions=versions(target),
         seconds=reply["seconds"],
     )
-    if not (refused := reply["refused"]):
+    refused = reply["refused"]
+    if not (refused or reply["stopped"]):
         return found
     size, stats = refusals.too_large(refused), refusals.stats_of(found.assignment, target.platform)
-    if size is None and not refusals.unassembled(refused):
+    if size is None and not (reply["stopped"] or refusals.unassembled(refused)):
         raise CompileError(_why_refused({"error": refused}, target), _last(found.log))
     found = dataclasses.replace(
         found, stats=stats, assembled=False, message=refusals.first_line(refused)

@@ -170,7 +170,11 @@ class Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for _ in range(20):  # a compiler that ends with it may still be writing
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not os.path.exists(self.folder):
+                break
+            time.sleep(0.05)
 
     def forget(self) -> None:
         """Release it in a process that did not start it."""

@@ -83,8 +83,8 @@ def stats_of(assignment: str, platform: str) -> dict[str, int | None]:
         on_host = color == _HOST_COLOR
         if platform == "tpu" and color and not on_host:
             continue
-        if platform == "gpu" and _COUNTED_WITH_CODE.search(rest):
-            continue
+        if "thread-local:" in rest or (platform == "gpu" and "constant:" in rest):
+            continue  # space of an operation's inside, or counted with code
         is_argument, is_output = "parameter " in rest, "maybe-live-out" in rest
         for kind, counts in (
             ("argument", is_argument),
@@ -107,7 +107,6 @@ def first_line(message: str) -> str:
 
 _KINDS = ("argument", "output", "alias", "temp")
 _HOST_COLOR = "5"
-_COUNTED_WITH_CODE = re.compile(r"\b(?:constant|thread-local):")
 _NO_ASSEMBLER = ("libdevice not found", "No PTX compilation provider", "ptxas too old")
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:color (\d+), )?([^\n]*)", re.MULTILINE)
 # Of an absent GPU kernels are not tuned, and the sizes of tiles that are taken unseen do not suit

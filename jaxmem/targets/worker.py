@@ -7,6 +7,11 @@ standard output.  Programs and long texts go through files in FOLDER, which
 belongs to the client.  It ends at the end of its input, that is with its parent,
 even in the middle of a compilation; and after IDLE seconds without a request.
 
+Each program is compiled in a child, forked while no compiler is loaded yet.  Buffers are
+assigned long before there is machine code (a TPU's compiler takes up to 97 % of its time after
+that), and nothing that is reported changes then: unless a request is for the code as well, the
+child is ended as soon as the compiler has written about its buffers.
+
 Known gaps: the devices of a mesh are taken in the order of the topology, which no
 memory figure depends on.  On an absent GPU, jax 0.10 loses the memory kind of an
 argument: one in "pinned_host" is counted on the device, unless it is donated and
@@ -14,17 +19,26 @@ comes back there, as the state of an optimizer does.
 """
 
 import contextlib
+import ctypes
 import glob
 import json
 import os
 import queue
+import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from typing import Any
+
+# The process that compiles at the moment.
+_child = 0
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
 
 
 def main(folder: str, idle: float, jax_path: str) -> None:
@@ -33,6 +47,8 @@ def main(folder: str, idle: float, jax_path: str) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is to leave no file behind
+    # jax warns of forks, as its backends have threads; none is started in this process.
+    warnings.filterwarnings("ignore", message="os.fork")
     # The parent may have found jax where this interpreter does not look by itself.
     if jax_path not in sys.path:
         sys.path.append(jax_path)
@@ -43,7 +59,7 @@ def main(folder: str, idle: float, jax_path: str) -> None:
             request = requests.get(timeout=idle)
         except queue.Empty:
             os._exit(0)  # past the thread that waits for input, which Python would trip over
-        data = json.dumps(serve(request, folder)).encode() + b"\n"
+        data = json.dumps(serve(request, folder, answers)).encode() + b"\n"
         while data:
             data = data[os.write(answers, data) :]
 
@@ -52,75 +68,141 @@ def read(requests: "queue.SimpleQueue[dict[str, Any]]", folder: str) -> None:
     """Queue requests; exit the process when the input ends, whatever it is doing."""
     for line in sys.stdin.buffer:
         requests.put(json.loads(line))
+    stop_child()
     shutil.rmtree(folder, ignore_errors=True)  # if the client died, nobody else will
     os._exit(0)
 
 
-def serve(request: dict[str, Any], folder: str) -> dict[str, Any]:
+def serve(request: dict[str, Any], folder: str, answers: int) -> dict[str, Any]:
     """The answer to a request; an error becomes an answer too."""
     try:
         import jax
+        from jax import export  # noqa: F401  (loaded once, for all children)
+        from jax.experimental import topologies  # noqa: F401
 
         # The types of the program are fixed already; 64-bit ones must not be narrowed.
         jax.config.update("jax_enable_x64", True)
         if request["do"] == "warm":
-            devices(request["topology"])
             return {}
-        return compile_program(request, folder)
+        return compile_program(request, folder, answers)
     except Exception as error:
-        # The process itself is unharmed, so the client gets the error as an answer.
-        return {"error": str(error) or repr(error), "kind": type(error).__name__}
+        return failed(error)
 
 
-_topologies: dict[str, list[Any]] = {}
+def failed(error: Exception) -> dict[str, Any]:
+    """An error as an answer: the process itself is unharmed."""
+    return {"error": str(error) or repr(error), "kind": type(error).__name__}
 
 
 def devices(topology: dict[str, Any]) -> list[Any]:
     """The absent devices of a topology; creating them loads the compiler."""
     from jax.experimental import topologies
 
-    key = json.dumps(topology, sort_keys=True)
-    if key not in _topologies:
-        _topologies[key] = list(topologies.get_topology_desc(**topology).devices)
-    return _topologies[key]
+    return list(topologies.get_topology_desc(**topology).devices)
 
 
 # ---------------------------------------------------------------- compiling
 
 
-def compile_program(request: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Compile, write the texts to the folder, and return the compiler's figures."""
-    import jax
-    from jax import export
-
+def compile_program(request: dict[str, Any], folder: str, answers: int) -> dict[str, Any]:
+    """Compile in a child, write the texts to the folder, and return the compiler's figures."""
+    global _child
     start = time.perf_counter()
-    with contextlib.ExitStack() as after:
-        for name, value in request["settings"].items():
-            after.callback(jax.config.update, name, getattr(jax.config, name))
-            jax.config.update(name, value)
-        with open(request["program"], "rb") as file:
-            program = export.deserialize(bytearray(file.read()))
-        lowered = lower(program, request)
-        dump = tempfile.mkdtemp(dir=folder)
-        after.callback(shutil.rmtree, dump, ignore_errors=True)
-        found: dict[str, Any] = {"refused": "", "stats": {}}
-        try:
-            compiled = lowered.compile(compiler_options={**request["options"], "xla_dump_to": dump})
-        except jax.errors.JaxRuntimeError as error:
-            # If it came as far as to place all buffers, the client knows what to make of it.
-            found["refused"] = str(error)
-            if not (texts := dumped(dump)):
-                raise
-        else:
-            found["stats"] = stats(compiled.memory_analysis())
-            if not (texts := dumped(dump)):
-                raise OSError(f"the compiler wrote nothing about its buffers to {dump}")
-            texts["hlo"] = compiled.as_text() or texts["hlo"]
+    dump = tempfile.mkdtemp(dir=folder)
+    answer = os.path.join(folder, "answer")
+    try:
+        if not (_child := os.fork()):
+            be_child(request, dump, answer, answers)
+        found = awaited(request, dump, answer)
+        texts = dumped(dump)
+    finally:
+        stop_child()
+        shutil.rmtree(dump, ignore_errors=True)
+    if "error" in found:
+        return found
+    if not texts:  # it did not come as far as to assign buffers
+        raise RuntimeError(found["refused"] or "the compiler wrote nothing about its buffers")
+    texts["hlo"] = found.pop("hlo") or texts["hlo"]
     for name, text in texts.items():
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
             file.write(text)
-    jax.clear_caches()
     return {**found, "texts": list(texts), "seconds": time.perf_counter() - start}
+
+
+def be_child(request: dict[str, Any], dump: str, answer: str, answers: int) -> None:
+    """Compile, write the answer to a file, and exit."""
+    status = 1
+    try:
+        # Whoever waits for the parent's answers learns of its end, and so does this process.
+        os.close(answers)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            found = compiled(request, dump)
+        except Exception as error:
+            found = failed(error)
+        with open(answer, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def awaited(request: dict[str, Any], dump: str, answer: str) -> dict[str, Any]:
+    """The child's answer; or that it was stopped, as buffers are assigned."""
+    global _child
+    may_stop = not request["generate_code"]
+    while True:
+        child, status = os.waitpid(_child, os.WNOHANG)
+        if child:
+            _child = 0
+            break
+        if may_stop and is_assigned(dump):
+            if request["room"] is None or device_bytes(dump) <= request["room"]:
+                return {"refused": "", "stats": {}, "hlo": "", "stopped": True}
+            may_stop = False  # it may be refused as too large
+        time.sleep(0.01)
+    # What ended the child ends this process: its client knows what to make of that.
+    if os.WIFSIGNALED(status):
+        with contextlib.suppress(OSError):  # not for SIGKILL
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    if code := os.WEXITSTATUS(status):
+        os._exit(code)
+    with open(answer, encoding="utf-8") as file:
+        found = json.load(file)
+    os.unlink(answer)
+    return found
+
+
+def stop_child() -> None:
+    """End the process that compiles, if there is one."""
+    global _child
+    if child := _child:
+        _child = 0
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def compiled(request: dict[str, Any], dump: str) -> dict[str, Any]:
+    """Compile to the end; a refusal is a result, if the compiler came as far as its buffers."""
+    import jax
+    from jax import export
+
+    for name, value in request["settings"].items():
+        jax.config.update(name, value)
+    with open(request["program"], "rb") as file:
+        program = export.deserialize(bytearray(file.read()))
+    lowered = lower(program, request)
+    found: dict[str, Any] = {"refused": "", "stats": {}, "hlo": "", "stopped": False}
+    try:
+        done = lowered.compile(compiler_options={**request["options"], "xla_dump_to": dump})
+    except jax.errors.JaxRuntimeError as error:
+        if not dumped(dump):
+            raise
+        return {**found, "refused": str(error)}
+    return {**found, "stats": stats(done.memory_analysis()), "hlo": done.as_text() or ""}
 
 
 def lower(program: Any, request: dict[str, Any]) -> Any:
@@ -178,6 +260,23 @@ def mesh_of(program: Any, absent: list[Any], axes: list[list[Any]]) -> Any:
 
 # ---------------------------------------------------------------- what the compiler says
 
+_TABLE = "-buffer-assignment.txt"
+_ON_DEVICE = re.compile(r"^allocation \d+: size (\d+), (?!color [1-9])", re.MULTILINE)
+
+
+def is_assigned(folder: str) -> bool:
+    """Whether the compiler has written all about the program's buffers.
+
+    The last of these texts is looked for; where a compiler does not write it there is none.
+    """
+    pattern = os.path.join(glob.escape(folder), "*.jit_call.*-memory-usage-report.txt")
+    return bool(glob.glob(pattern)) and bool(dumped(folder))
+
+
+def device_bytes(folder: str) -> int:
+    """The sum of all buffers in the memory of the device."""
+    return sum(map(int, _ON_DEVICE.findall(dumped(folder)["assignment"])))
+
 
 def stats(analysis: Any) -> dict[str, int]:
     """The compiler's sums; empty if it gives none."""
@@ -195,16 +294,15 @@ def stats(analysis: Any) -> dict[str, int]:
 
 def dumped(folder: str) -> dict[str, str]:
     """The texts of the program itself, not of modules compiled before it."""
-    end = "-buffer-assignment.txt"
     # "module_0042.jit_call.….after_optimizations-buffer-assignment.txt"
-    tables = glob.glob(os.path.join(glob.escape(folder), f"*.jit_call.*{end}"))
+    tables = glob.glob(os.path.join(glob.escape(folder), f"*.jit_call.*{_TABLE}"))
     if not tables:
         return {}
-    main = max(tables, key=os.path.getsize).removesuffix(end)
+    main = max(tables, key=os.path.getsize).removesuffix(_TABLE)
     found: dict[str, str] = {}
     for name, path in (
         ("hlo", f"{main}.txt"),
-        ("assignment", f"{main}{end}"),
+        ("assignment", f"{main}{_TABLE}"),
         ("live_range", f"{main}-live-range.txt"),
     ):
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -27,6 +27,7 @@ OPTIONS = [
     "compiler_options",
     "cost",
     "donate_argnums",
+    "generate_code",
     "max_compiles",
     "max_seconds",
     "points",

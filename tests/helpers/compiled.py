@@ -49,6 +49,7 @@ def compiled(
     donate: Sequence[int] = (),
     target: targets.Target | None = None,
     mesh: dict[str, int] | None = None,
+    generate_code: bool = False,
 ) -> Texts:
     """Compile `fn` of arrays for the CPU, an absent H100 or an absent v5e, or for `target`.
 
@@ -56,6 +57,7 @@ def compiled(
       specs: shapes and dtypes; in pytrees, which are flattened before `fn` is jitted.
       donate: indices of leaves.
       mesh: axes of the mesh that the specs are sharded over.
+      generate_code: whether an absent accelerator's compiler goes on when buffers are assigned.
     """
     leaves, tree = jax.tree.flatten(specs)
 
@@ -77,6 +79,7 @@ def compiled(
         bytes(exported.serialize()),
         donate=[k for k in donate if k in kept],
         mesh_axes=mesh,
+        generate_code=generate_code,
     )
     return Texts(output.hlo, output.assignment, output.live_range, output.stats, output.message)
 

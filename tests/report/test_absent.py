@@ -348,8 +348,24 @@ def test_custom_calls_of_any_name_reach_the_compiler():
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return jax.ffi.ffi_call("my_kernel$fwd", like)(x) + jax.ffi.ffi_call("other.one", like)(x)
 
+    report = jaxmem.memory_report(kernels, spec(256, 256), target="h100-80g")
+    assert report.required_bytes >= 2 * 256 * 256 * 4
     with pytest.raises(jaxmem.CompileError, match=r"refused the program.*No FFI handler"):
-        jaxmem.memory_report(kernels, spec(256, 256), target="h100-80g")
+        jaxmem.memory_report(kernels, spec(256, 256), target="h100-80g", generate_code=True)
+
+
+def test_hand_written_kernels_are_compiled_to_the_end():
+    """A kernel that the chip has no room for is refused, after buffers are assigned."""
+    from jax.experimental import pallas as pl
+
+    def double(x: jax.Array) -> jax.Array:
+        def kernel(x: Any, out: Any) -> None:
+            out[...] = x[...] * 2
+
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    with pytest.raises(jaxmem.CompileError, match="needs more on-chip memory than v4-32g has"):
+        jaxmem.memory_report(double, spec(16384, 1024), target="v4-32g")
 
 
 def test_fused_attention_without_cudnn_says_what_to_install():

@@ -116,19 +116,31 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] 
 
 
 @functools.cache
-def texts(program: str, where: str) -> Texts:
+def texts(program: str, where: str, generate_code: bool = True) -> Texts:
     fn, specs, options = PROGRAMS[program]
     if where == "cpu" and program == "sharded":
         here = jax.make_mesh((8,), ("data",))
         specs = jax.tree.map(
             lambda s: spec(*s.shape, sharding=NamedSharding(here, s.sharding.spec)), specs
         )
-    return compiled(where, fn, *specs, **options)
+    return compiled(where, fn, *specs, generate_code=generate_code, **options)
 
 
 CASES = [(program, where) for program in PROGRAMS for where in PLATFORMS]
 
 # ---------------------------------------------------------------- sums
+
+
+@pytest.mark.parametrize("where", ["gpu", "tpu"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_all_is_known_when_buffers_are_assigned(program: str, where: str):
+    stopped, complete = (texts(program, where, generate_code=code) for code in (False, True))
+    assert stopped.analysis == complete.analysis
+    if where == "gpu":  # of a TPU's, see below
+        known = {name for name in stopped.stats if name != "peak_bytes"}
+        assert {name: stopped.stats[name] for name in known} == {
+            name: complete.stats[name] for name in known
+        }
 
 
 @pytest.mark.parametrize(("program", "where"), CASES)

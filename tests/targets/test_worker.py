@@ -255,7 +255,7 @@ def test_compiler_without_an_assembler_still_gives_figures(monkeypatch):
     """A compute capability that the assembler does not support is as if there were none."""
     old = targets.target("v100-16g")
     monkeypatch.setattr(installed, "dropped", lambda capability: "")
-    found = targets.compile_for(old, small("gpu"), donate=(0,))
+    found = targets.compile_for(old, small("gpu"), donate=(0,), generate_code=True)
     assert not found.assembled
     assert found.message
     assert found.stats["argument_bytes"] == W_BYTES + X_BYTES
@@ -306,7 +306,7 @@ def test_tpu_kernel_too_large_for_the_chip():
 
         return pl.pallas_call(kernel, out_shape=Spec(x.shape, x.dtype))(x)
 
-    found = compiled("v4-32g", double, Spec((16384, 1024), "float32"))
+    found = compiled("v4-32g", double, Spec((16384, 1024), "float32"), generate_code=True)
     assert found.too_large_space == "vmem"
     assert found.available_bytes == 16 * 2**20
     assert found.too_large_bytes >= 64 * 2**20
@@ -442,7 +442,7 @@ def busy(workers: Pool = pool) -> list[Worker]:
 def test_worker_killed_while_compiling():
     program, target = slow("gpu"), targets.target("h100-80g")
     with ThreadPoolExecutor(1) as threads:
-        result = threads.submit(targets.compile_for, target, program)
+        result = threads.submit(targets.compile_for, target, program, generate_code=True)
         while not busy():
             time.sleep(0.05)
         (worker,) = busy()
@@ -462,7 +462,7 @@ def test_timeout(name):
     targets.warm_up(target)
     before = time.monotonic()
     with pytest.raises(CompileError, match="took more than 1 s and was stopped; pass timeout="):
-        targets.compile_for(target, program, timeout=1)
+        targets.compile_for(target, program, generate_code=True, timeout=1)
     assert time.monotonic() - before < 5
     assert not busy()
     assert targets.compile_for(target, small(target.platform)).stats
@@ -549,7 +549,7 @@ def test_warm_up_does_not_wait_and_is_used(mine):
 def test_close_ends_workers_that_are_at_work(mine):
     target = targets.target("v5e-16g")
     with ThreadPoolExecutor(1) as threads:
-        result = threads.submit(targets.compile_for, target, slow("tpu"))
+        result = threads.submit(targets.compile_for, target, slow("tpu"), generate_code=True)
         while not busy(mine):
             time.sleep(0.05)
         mine.close()
