@@ -148,7 +148,7 @@ def asked(model: str, target: str, options: Options, done: set[int]) -> Iterator
             budget,
             report.required_bytes,
             report.temp_bytes,
-            problem.predicted[_candidate(problem, fitted.plan)] - fixed,
+            _predicted(problem, fitted.plan) - fixed,
             why.predicted_bytes - fixed,
             why.extra_seconds,
             report.matmul_flops or 0,
@@ -202,8 +202,11 @@ def _can_compile(model: str, target: str) -> bool:
     return ONLY_FOR.get(model, platform) == platform
 
 
-def _candidate(problem: StepProblem, plan: jaxmem.StepPlan) -> int:
-    return next(k for k in range(len(problem.front)) if problem.plan(k) == plan)
+def _predicted(problem: StepProblem, plan: jaxmem.StepPlan) -> int:
+    """Bytes predicted for a plan, which may be one between those of the front."""
+    whole = dataclasses.replace(problem, front=problem.whole)
+    place = next(k for k in range(len(whole.front)) if whole.plan(k) == plan)
+    return whole.predicted[place]
 
 
 if __name__ == "__main__":

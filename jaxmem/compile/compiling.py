@@ -233,7 +233,9 @@ def compile_elsewhere(
         raise targets.CompileError("; ".join(target.missing()) or str(error)) from None
     target = _for_devices(target, exported)
     store = targets.Cache() if cache else None
-    generate_code = generate_code or any(mark in exported.module for mark in _KERNELS)
+    generate_code = generate_code or any(
+        mark in exported.module for mark in _REFUSABLE[target.platform]
+    )
     key = _key(exported, target, options, generate_code)
     found = _read(store.get(key)) if store else None
     cached = found is not None
@@ -257,8 +259,12 @@ def compile_elsewhere(
     )
 
 
-# What calls a hand-written kernel: Pallas' on TPUs, and on GPUs by Triton and by Mosaic.
-_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu")
+# What a compiler may refuse once buffers are assigned: hand-written kernels (Pallas' on TPUs, and
+# on GPUs by Triton and by Mosaic), and on TPUs transfers to the host.
+_REFUSABLE = {
+    "gpu": ("__gpu$xla.gpu.triton", "mosaic_gpu"),
+    "tpu": ("tpu_custom_call", "pinned_host"),
+}
 
 
 def _compiled_for(

@@ -7,6 +7,7 @@ Where matrix products compute their operands themselves (on TPUs), what only the
 memory either.
 """
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Collection, Sequence
@@ -17,6 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.estimate.compiler import ANY, Compiler
 from jaxmem.estimate.counting import flops, kind_of
 from jaxmem.layers.pooling import placing_bytes
 from jaxmem.trace.layer import nbytes
@@ -33,13 +35,12 @@ def peak_live(
     closed: ClosedJaxpr,
     copied: Collection[Any] = (),
     held: Sequence[Any] = (),
-    fuses_operands: bool = False,
+    compiler: Compiler = ANY,
     layout_copies: Collection[Any] = (),
     exact: Collection[Any] = (),
     of_products: Collection[Any] = (),
     split_results: Collection[Any] = (),
     live_to_end: Collection[Any] = (),
-    calls_libraries: bool = False,
     of_calls: Collection[Any] = (),
 ) -> tuple[int, frozenset[Any]]:
     """The most bytes live at once, of what is computed, and which of `held` are then.
@@ -47,8 +48,7 @@ def peak_live(
     Args:
       copied: inputs that are copied when they are first read.
       held: inputs that are live from the start till they are last read.
-      fuses_operands: whether matrix products compute their operands themselves, and store
-        rounded what nothing else reads; see `jaxmem.estimate.roofline.Roofline`.
+      compiler: what it does to these bytes.
       layout_copies: of `copied`, what is copied once more, to another layout.
       exact: inputs that are not stored rounded.
       of_products: inputs that matrix products made; such a product may as well compute what
@@ -56,20 +56,21 @@ def peak_live(
       split_results: results each of which is an array by itself in the end, and no part of
         something larger, as the gradients of what was concatenated could be.
       live_to_end: of `held`, what is live to the end, since others read it later.
-      calls_libraries: whether some operations are calls into a library, see `by_library`.
-      of_calls: inputs that such calls made.
+      of_calls: inputs that calls into a library made.
     """
     jaxpr = closed.jaxpr
-    rounded = read_rounded(jaxpr).difference(exact) if fuses_operands else set()
-    stored = in_memory(jaxpr, fuses_operands, of_products)
-    lives = _Lives(closed, held, stored, rounded, _cut_out(jaxpr) if fuses_operands else ())
+    rounded = read_rounded(jaxpr, compiler).difference(exact)
+    stored = in_memory(jaxpr, compiler, of_products)
+    cut_out = _cut_out(jaxpr) if compiler.copies_parts else ()
+    lives = _Lives(closed, held, stored, rounded, cut_out, compiler)
     waiting = set(copied)
-    if calls_libraries:
+    if compiler.calls_libraries:
         lives.never_over(of_calls)
     for at, eqn in enumerate(jaxpr.eqns):
-        if calls_libraries:
+        if compiler.calls_libraries:
             lives.run_by_gpu(at, eqn)
-        lives.work(at, _inside_bytes(eqn, fuses_operands))
+        if compiler.looks_inside:
+            lives.work(at, _inside_bytes(eqn, compiler))
         for atom in eqn.invars:
             if _jax.is_var(atom) and atom in waiting:
                 waiting.discard(atom)
@@ -81,7 +82,7 @@ def peak_live(
         lives.read(atom, len(jaxpr.eqns))
     for var in live_to_end:
         lives.read(var, len(jaxpr.eqns))
-    for var in split_results:
+    for var in split_results if compiler.splits_results else ():
         lives.part(len(jaxpr.eqns), var, var)
     return lives.peak()
 
@@ -115,17 +116,15 @@ def copied_to_swap(eqn: Any) -> int:
     return max(nbytes(image), nbytes(kernel))
 
 
-def in_memory(
-    jaxpr: Any, fuses_operands: bool = False, of_products: Collection[Any] = ()
-) -> set[Any]:
+def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any] = ()) -> set[Any]:
     """The values that a compiler has in memory at all: what kernels make and take.
 
     Args:
-      fuses_operands, of_products: see `peak_live`.
+      compiler, of_products: see `peak_live`.
     """
     taken = read_by_kernels(jaxpr)
-    if fuses_operands:
-        taken -= _Ends(jaxpr, of_products).inside_of_products
+    if compiler.fuses_operands:
+        taken -= _Ends(jaxpr, compiler, of_products).inside_of_products
     found = {*jaxpr.invars, *jaxpr.constvars, *taken}
     for eqn in jaxpr.eqns:
         kind = _kind(eqn)
@@ -179,19 +178,21 @@ def layout_copies(jaxpr: Any) -> set[Any]:
     return found
 
 
-def rounded_where_made(jaxpr: Any, inputs: Collection[Any]) -> set[Any]:
+def rounded_where_made(jaxpr: Any, inputs: Collection[Any], compiler: Compiler) -> set[Any]:
     """Of inputs that matrix products made, those stored rounded, or what follows in their place."""
-    rounded = read_rounded(jaxpr)
-    behind = _Ends(jaxpr, inputs).behind_products
+    rounded = read_rounded(jaxpr, compiler)
+    behind = _Ends(jaxpr, compiler, inputs).behind_products if rounded else {}
     return {var for var in inputs if behind.get(var, var) in rounded}
 
 
-def read_rounded(jaxpr: Any) -> set[Any]:
+def read_rounded(jaxpr: Any, compiler: Compiler) -> set[Any]:
     """Values in float32 that nothing reads but matrix products of default precision, and casts.
 
-    Where these products round what they read to bfloat16 (`jaxmem.estimate.roofline.Roofline`),
-    that is what such values are stored as, through loops as well.
+    Where these products round what they read to bfloat16 that is what such values are stored as,
+    through loops as well.
     """
+    if not compiler.rounds_operands:
+        return set()
     exact = set(filter(_jax.is_var, jaxpr.outvars))
     read: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
@@ -216,23 +217,25 @@ def _kind(eqn: Any) -> str:
     return "fused" if eqn.primitive.name == "gather" else kind_of(eqn)
 
 
-def _inside_bytes(eqn: Any, fuses_operands: bool) -> int:
+def _inside_bytes(eqn: Any, compiler: Compiler) -> int:
     """Bytes live inside of a loop or of a `jax.checkpoint`, next to what it reads and makes."""
     if _jax.in_checkpoint(eqn) is None and eqn.primitive.name not in ("scan", "while", "cond"):
         return 0
-    return max(_computed_in(sub, fuses_operands) for sub in _jax.all_subjaxprs(eqn))
+    return max(_computed_in(sub, compiler) for sub in _jax.all_subjaxprs(eqn))
 
 
-def _computed_in(closed: ClosedJaxpr, fuses_operands: bool) -> int:
+def _computed_in(closed: ClosedJaxpr, compiler: Compiler) -> int:
     known = _COMPUTED_IN.setdefault(closed.jaxpr, {})
-    if fuses_operands not in known:
-        peak = peak_live_bytes(_jax.inlined(closed), fuses_operands=fuses_operands)
-        known[fuses_operands] = max(peak - sum(map(nbytes, closed.out_avals)), 0)
-    return known[fuses_operands]
+    if compiler not in known:
+        # What a library does inside of a loop is not looked at.
+        inner = dataclasses.replace(compiler, calls_libraries=False)
+        peak = peak_live_bytes(_jax.inlined(closed), compiler=inner)
+        known[compiler] = max(peak - sum(map(nbytes, closed.out_avals)), 0)
+    return known[compiler]
 
 
 # The same loop stands in a layer's forward pass and in all the ways to reverse it.
-_COMPUTED_IN: weakref.WeakKeyDictionary[Any, dict[bool, int]] = weakref.WeakKeyDictionary()
+_COMPUTED_IN: weakref.WeakKeyDictionary[Any, dict[Compiler, int]] = weakref.WeakKeyDictionary()
 
 
 class _Lives:
@@ -244,9 +247,11 @@ class _Lives:
         held: Sequence[Any],
         stored: Collection[Any],
         rounded: Collection[Any],
-        cut_out: Collection[Any] = (),
+        cut_out: Collection[Any],
+        compiler: Compiler,
     ) -> None:
         jaxpr = closed.jaxpr
+        self._compiler = compiler
         self._rounded = rounded
         self._cut_out = cut_out
         self._stored = {*filter(_jax.is_var, jaxpr.outvars), *stored}
@@ -287,7 +292,7 @@ class _Lives:
         """Working space of an operation, and whether its results are a library's."""
         if by_library(eqn):
             self.never_over(eqn.outvars)
-            self.work(at, copied_to_swap(eqn))
+            self.work(at, copied_to_swap(eqn) if self._compiler.swaps_operands else 0)
         elif (placing := placing_bytes(eqn)) is not None:
             self._pooled.append((at, self._behind_of(eqn.invars[1]), eqn.outvars[0], *placing))
 
@@ -351,7 +356,7 @@ class _Lives:
             for var in made:
                 if var in self._rounded:
                     self._round_at_once(var, behind, at, changes)
-                elif self.bytes(var) in ends:
+                elif self._compiler.writes_in_place and self.bytes(var) in ends:
                     ends.remove(self.bytes(var))
                     changes[at] -= self.bytes(var)
                     changes[at + 1] += self.bytes(var)
@@ -398,7 +403,7 @@ class _Ends:
         which the product makes in the place of its result, and sums up as well if need be.
     """
 
-    def __init__(self, jaxpr: Any, of_products: Collection[Any] = ()) -> None:
+    def __init__(self, jaxpr: Any, compiler: Compiler, of_products: Collection[Any] = ()) -> None:
         self._sources: dict[Any, frozenset[Any]] = {}
         self._ends: dict[Any, set[Any]] = {}
         self._views: dict[Any, Any] = {}
@@ -429,7 +434,7 @@ class _Ends:
         only = by_products - by_others
         self.behind_products = {
             source: end
-            for source in products
+            for source in (products if compiler.fuses_results else ())
             for end in self._ends.get(source, ())
             if self._ends[source] == {end} and end in only and end.aval.size == source.aval.size
             if source not in summed.get(end, ())

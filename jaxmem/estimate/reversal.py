@@ -8,6 +8,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.estimate.backward import Backward, backward_of
+from jaxmem.estimate.compiler import ANY, Compiler
 from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.liveness import (
     by_library,
@@ -28,7 +29,7 @@ from jaxmem.trace.layer import Layer, nbytes
 # ---------------------------------------------------------------- API
 
 
-def working_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+def working_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
     """About what one layer's backward pass has live on top of its residuals and parameters.
 
     Values are taken to die at their last use in the order in which they are traced, and
@@ -37,50 +38,50 @@ def working_bytes(layer: Layer, fuses_operands: bool = False) -> int:
     """
     backward = backward_of(layer)
     copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape)
-    return peak_live_bytes(backward.closed, copied=copied, fuses_operands=fuses_operands)
+    return peak_live_bytes(backward.closed, copied=copied, compiler=compiler)
 
 
-def layout_copy_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+def layout_copy_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
     """How much more that is in a loop, for copies of the tape in the layout that products want.
 
     Which the layer of a loop takes from one array of all layers' tapes, in a layout of its own.
     """
     backward = backward_of(layer)
     turned = (
-        layout_copies(backward.closed.jaxpr).intersection(backward.tape) if fuses_operands else ()
+        layout_copies(backward.closed.jaxpr).intersection(backward.tape)
+        if compiler.copies_layouts
+        else ()
     )
     if not turned:
         return 0
     copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape).union(turned)
-    more = peak_live_bytes(
-        backward.closed, copied=copied, fuses_operands=True, layout_copies=turned
-    )
-    return more - working_bytes(layer, True)
+    more = peak_live_bytes(backward.closed, copied=copied, compiler=compiler, layout_copies=turned)
+    return more - working_bytes(layer, compiler)
 
 
-def tape_bytes(layer: Layer, fuses_operands: bool = False) -> int:
+def tape_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
     """What the device stores of each layer in a loop over layers."""
     backward = backward_of(layer)
     here = backward.tape[: len(backward.tape) - layer.on_host]
-    return sum(_stored(here, _rounded(backward, fuses_operands)))
+    return sum(_stored(here, read_rounded(backward.closed.jaxpr, compiler)))
 
 
-def value_bytes(layer: Layer, fuses_operands: bool = False) -> tuple[int, ...]:
+def value_bytes(layer: Layer, compiler: Compiler = ANY) -> tuple[int, ...]:
     """What a loop over layers would store of each of a layer's values, whatever else it keeps."""
-    if not fuses_operands:
+    if not compiler.rounds_operands:
         return tuple(_stored(layer.values, ()))
     results = filter(_jax.is_var, layer.results)
-    rounded = read_rounded(_both_ways(layer)).difference(results)
+    rounded = read_rounded(_both_ways(layer), compiler).difference(results)
     return tuple(_stored(layer.values, rounded))
 
 
-def param_copies(layer: Layer, length: int, fuses_operands: bool = False) -> int:
+def param_copies(layer: Layer, length: int, compiler: Compiler = ANY) -> int:
     """Bytes of the rounded copies that are made, in front of a loop, of all layers' parameters.
 
     And of whatever else the loop reads that is the same for all layers, or is stacked.
     """
     backward = backward_of(layer)
-    rounded = _rounded(backward, fuses_operands)
+    rounded = read_rounded(backward.closed.jaxpr, compiler)
     of_all = [var for var in backward.consts if var in rounded]
     of_each = [var for var in backward.xs if var in rounded]
     return sum(_stored(of_all, rounded)) + length * sum(_stored(of_each, rounded))
@@ -88,8 +89,7 @@ def param_copies(layer: Layer, length: int, fuses_operands: bool = False) -> int
 
 def reversal_peak(
     layer: Layer,
-    fuses_operands: bool = False,
-    calls_libraries: bool = False,
+    compiler: Compiler = ANY,
     live_to_end: Collection[Any] = (),
     barriers: bool = True,
 ) -> tuple[int, frozenset[Any]]:
@@ -102,47 +102,46 @@ def reversal_peak(
       barriers: whether there are any, as there are where something is recomputed.
     """
     backward = backward_of(layer, interleaved=True)
-    closed = _as_scheduled(backward, barriers) if calls_libraries else backward.closed
+    closed = _as_scheduled(backward, barriers) if compiler.swaps_operands else backward.closed
     held = [*backward.tape, *backward.gradients]
     # What others hand over they may read, too, and not rounded; so do barriers.
     waiting = {var for step in backward.steps for var in step.waits}
-    rounded = _rounded_gradients(backward, fuses_operands) - waiting
+    rounded = _rounded_gradients(backward, compiler) - waiting
     # Through a barrier go the gradients that others wait for, if there are several.
     _, reached, _ = layer.by_role(backward.closed.jaxpr.outvars)
     split_results = [atom for atom in reached if _jax.is_var(atom)]
     return peak_live(
         closed,
         held=held,
-        fuses_operands=fuses_operands,
+        compiler=compiler,
         exact=set(held) - rounded,
         of_products=rounded,
         split_results=split_results if len(split_results) > 1 else (),
         live_to_end=live_to_end,
-        calls_libraries=calls_libraries,
         of_calls=[var for var in backward.tape if _by_library(layer, var)],
     )
 
 
-def given_bytes(layer: Layer) -> int:
-    """Of the gradients that a layer is given, where matrix products make them and fuse operands."""
+def given_bytes(layer: Layer, compiler: Compiler) -> int:
+    """Of the gradients that a layer is given, where matrix products make them."""
     backward = backward_of(layer)
-    return sum(_stored(backward.gradients, _rounded_gradients(backward, True)))
+    return sum(_stored(backward.gradients, _rounded_gradients(backward, compiler)))
 
 
-def loose_bytes(layer: Layer, graph: Graph, fuses_operands: bool = False) -> int:
+def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> int:
     """About what the backward pass of a single layer, in no loop, has live with its tape.
 
     Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
     """
     # Where products compute their operands, a gelu is computed there as well, its tanh included.
-    expensive = 1 if fuses_operands else 0
-    plain = without_checkpoint(layer, graph, expensive, fuses_operands)
+    expensive = 1 if compiler.fuses_operands else 0
+    plain = without_checkpoint(layer, graph, expensive, compiler)
     backward = backward_of(layer.keeping(plain.kept))
-    return peak_live_bytes(backward.closed, held=backward.tape, fuses_operands=fuses_operands)
+    return peak_live_bytes(backward.closed, held=backward.tape, compiler=compiler)
 
 
 def without_checkpoint(
-    layer: Layer, graph: Graph, expensive: int = 0, fuses_operands: bool = False
+    layer: Layer, graph: Graph, expensive: int = 0, compiler: Compiler = ANY
 ) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
@@ -154,9 +153,9 @@ def without_checkpoint(
     its loop is predicted better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)
-    stored = _in_memory(layer, fuses_operands)
+    stored = _in_memory(layer, compiler)
     anyway = frozenset(unnamed[at] for at in _read_by_kernels_both_ways(layer, stored)) - graph.free
-    late = _for_the_way_back(layer)
+    late = _for_the_way_back(layer) if compiler.delays else frozenset()
     repeated = _repeated(layer.linearised.jaxpr, stored, expensive) | late
     operations = tuple(
         Operation(
@@ -227,10 +226,10 @@ def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:
     return [nbytes(var.aval) // (2 if var in rounded else 1) for var in values]
 
 
-def _in_memory(layer: Layer, fuses_operands: bool) -> set[Any]:
+def _in_memory(layer: Layer, compiler: Compiler) -> set[Any]:
     """What is in memory of a layer whose both ways stand in one program, for a while at least."""
-    if fuses_operands:
-        return in_memory(_both_ways(layer), True)
+    if compiler.fuses_operands:
+        return in_memory(_both_ways(layer), compiler)
     return in_memory(layer.linearised.jaxpr)
 
 
@@ -243,14 +242,8 @@ def _both_ways(layer: Layer) -> Any:
     ).jaxpr
 
 
-def _rounded_gradients(backward: Backward, fuses_operands: bool) -> set[Any]:
-    if not fuses_operands:
-        return set()
-    return rounded_where_made(backward.closed.jaxpr, backward.gradients)
-
-
-def _rounded(backward: Backward, fuses_operands: bool) -> set[Any]:
-    return read_rounded(backward.closed.jaxpr) if fuses_operands else set()
+def _rounded_gradients(backward: Backward, compiler: Compiler) -> set[Any]:
+    return rounded_where_made(backward.closed.jaxpr, backward.gradients, compiler)
 
 
 def _read_by_kernels_both_ways(layer: Layer, stored: Collection[Any]) -> set[int]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxmem import _jax
+from jaxmem.estimate.compiler import ANY, Compiler
 from jaxmem.estimate.costs import costs
 from jaxmem.estimate.counting import flops, kind_of
 from jaxmem.estimate.counting.ops import size_of
@@ -39,19 +40,14 @@ class Roofline:
       bandwidth: of the device's memory, in bytes per second.
       host_bandwidth: between device and host, in bytes per second.
       flops_only: whether matrix products are what counts, and bytes a part of their time.
-      fuses_operands: whether matrix products compute themselves what is elementwise in front of
-        them, and read float32 rounded to bfloat16 unless they are asked for more, as on a TPU;
-        what nothing else reads is then in memory so.
-      calls_libraries: whether convolutions are calls into a library, as on a GPU; see
-        `jaxmem.estimate.liveness.by_library`.
+      compiler: what it makes of a program.
     """
 
     matrix_peak: float
     bandwidth: float
     host_bandwidth: float = HOST_BANDWIDTH
     flops_only: bool = False
-    fuses_operands: bool = False
-    calls_libraries: bool = False
+    compiler: Compiler = ANY
 
     def operation(self, eqn: Any) -> float:
         """Seconds of one operation."""

@@ -49,7 +49,7 @@ def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
     """The values of a layer and their makers, indices being places in `layer.values`."""
     places = layer.places
     sizes = [nbytes(var.aval) for var in layer.values]
-    stored = in_memory(layer.linearised.jaxpr, roofline.fuses_operands)
+    stored = in_memory(layer.linearised.jaxpr, roofline.compiler)
     free = frozenset(places[var] for var in free_values(layer) if var in places)
     operations = [
         Operation(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem import _jax
+from jaxmem.estimate.compiler import Compiler
 from jaxmem.estimate.reversal import (
     layout_copy_bytes,
     loose_bytes,
@@ -231,16 +232,16 @@ class UnrolledRegion(Region):
 def stack_region(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackRegion:
     """A stack as a region, with the options of its layer."""
     length = stack.form.length
-    fuses = roofline.fuses_operands
+    compiler = roofline.compiler
     graph = graph_of(layer, roofline, offload)
-    graph = dataclasses.replace(graph, bytes=value_bytes(layer, fuses))
+    graph = dataclasses.replace(graph, bytes=value_bytes(layer, compiler))
     options = menu(graph)
     # Keeping everything is the program as it stands: nothing is faster, whatever a
     # roofline says of the time that it takes to keep things.
     floor = min([0.0, *(keep.seconds for keep in options)])
-    everything = _choice(layer, floor, fuses)
+    everything = _choice(layer, floor, compiler)
     others = [
-        (keep, _choice(layer.keeping(keep.kept, keep.offloaded), keep.seconds, fuses))
+        (keep, _choice(layer.keeping(keep.kept, keep.offloaded), keep.seconds, compiler))
         for keep in options
     ]
     worth = [one for one in others if one[1].bytes < everything.bytes or one[0].offloaded]
@@ -254,17 +255,17 @@ def stack_region(stack: Any, layer: Layer, roofline: Roofline, offload: bool) ->
         choices=(everything, *(choice for _, choice in worth)),
         carry_bytes=layer.problem(length).carry_bytes,
         forward_seconds=sum(operation.seconds for operation in graph.operations),
-        loose_bytes=loose_bytes(layer, graph, fuses),
+        loose_bytes=loose_bytes(layer, graph, compiler),
         values=described(layer, roofline),
         graph=graph,
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
-        param_copies=param_copies(layer, length, fuses),
+        param_copies=param_copies(layer, length, compiler),
     )
 
 
-def _choice(layer: Layer, seconds: float, fuses: bool) -> Choice:
-    work = working_bytes(layer, fuses)
-    return Choice(tape_bytes(layer, fuses), seconds, work, layout_copy_bytes(layer, fuses))
+def _choice(layer: Layer, seconds: float, compiler: Compiler) -> Choice:
+    work = working_bytes(layer, compiler)
+    return Choice(tape_bytes(layer, compiler), seconds, work, layout_copy_bytes(layer, compiler))
 
 
 def unrolled_region(code: Code, label: str, roofline: Roofline, offload: bool) -> UnrolledRegion:

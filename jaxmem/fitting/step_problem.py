@@ -9,6 +9,7 @@ import jax
 from jaxmem import targets
 from jaxmem.compile.program import Program
 from jaxmem.errors import NoStackWarning, OffloadWarning, warn
+from jaxmem.estimate.compiler import of_platform as compiler_of
 from jaxmem.estimate.measured import Measured
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.collector import Collector
@@ -154,17 +155,14 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     """The speeds of a target; of an attached device that no row is known of, those of an H100."""
     known = target or targets.by_device_kind(jax.devices()[0].device_kind)
     known = known or targets.target("h100-80g")
-    fuses = known.platform == "tpu"
+    compiler = compiler_of(known.platform)
     if cost == "measured":
-        return Measured(
-            known.matrix_peak, known.bandwidth, fuses_operands=fuses, calls_libraries=not fuses
-        )
+        return Measured(known.matrix_peak, known.bandwidth, compiler=compiler)
     return Roofline(
         known.matrix_peak,
         known.bandwidth,
         flops_only=cost == "flops",
-        fuses_operands=fuses,
-        calls_libraries=not fuses,
+        compiler=compiler,
     )
 
 

@@ -81,8 +81,7 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
     peak = peak_live_bytes(
         _jax.piece_of(jaxpr, between, given, results),
         held=held,
-        fuses_operands=roofline.fuses_operands,
-        calls_libraries=roofline.calls_libraries,
+        compiler=roofline.compiler,
     )
     return Turn(peak, sum(nbytes(var.aval) for var in held), passing)
 

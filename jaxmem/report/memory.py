@@ -61,7 +61,8 @@ def memory_report(
       generate_code: whether the compiler of a named target goes on to machine code when buffers are
         assigned.  No figure changes then, and it takes up to 40 times as long; but `peak_bytes` is
         known, and what is too large for the chip's own memory is refused.  Programs with
-        hand-written kernels, which may be, are compiled so in any case.
+        hand-written kernels, which may be, and those that send data from a TPU to its host are
+        compiled so in any case.
       timeout: seconds after which the compiler of a named target is stopped.
       cache: whether to read and write the results on disk (for named targets).
       suggest: when the program does not fit and has decorated stacks, whether to

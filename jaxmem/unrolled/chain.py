@@ -75,7 +75,8 @@ class Chain:
             span = self.cuts[first], self.cuts[after]
             if (key := code.equal(*span)) not in known:
                 # On TPUs, of which less is known, and in a hurry the menu has to do.
-                thorough = after - first == len(self) and points and not roofline.fuses_operands
+                on_tpu = roofline.compiler.fuses_operands
+                thorough = after - first == len(self) and points and not on_tpu
                 looks = _LOOKS if thorough else 0
                 known[key] = segment_of(code.layer(*span), roofline, offload, points, looks)
                 self._begins[known[key]] = span[0]
@@ -186,7 +187,7 @@ class Chain:
                 continue
             segment = self.segment(step)
             if stacked and segment.keeps[step.option] is None:
-                kept += tape_bytes(segment.layer, segment.fuses_operands)
+                kept += tape_bytes(segment.layer, segment.compiler)
                 continue
             stored, values = self._stored(step), segment.layer.values
             held |= set(stored.values())

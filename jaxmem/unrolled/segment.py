@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 from jaxmem import _jax
+from jaxmem.estimate.compiler import Compiler
 from jaxmem.estimate.reversal import given_bytes, reversal_peak, without_checkpoint
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.estimate.values import graph_of, unnamed_places
@@ -28,7 +29,7 @@ class Segment:
       keeps: the options; None for everything.
       places: of the values on the device that each option keeps.
       stage: for the chain.
-      fuses_operands, calls_libraries: see `jaxmem.estimate.roofline.Roofline`.
+      compiler: see `jaxmem.estimate.roofline.Roofline`.
     """
 
     layer: Layer
@@ -36,8 +37,7 @@ class Segment:
     keeps: tuple[Keep | None, ...]
     places: tuple[tuple[int, ...], ...]
     stage: Stage
-    fuses_operands: bool
-    calls_libraries: bool
+    compiler: Compiler
     _more: dict[Any, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def extra_work_bytes(self, option: int, live_to_end: frozenset[int]) -> int:
@@ -53,8 +53,7 @@ class Segment:
             values = [self.layer.values[place] for place in live_to_end]
             needed, _ = reversal_peak(
                 layer,
-                self.fuses_operands,
-                self.calls_libraries,
+                self.compiler,
                 live_to_end=values,
                 barriers=keep is not None,
             )
@@ -89,7 +88,7 @@ def segment_of(
         size // 2 if layer.values[place] in outs else size for place, size in enumerate(graph.bytes)
     )
     graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
-    as_it_stands = without_checkpoint(layer, graph, 1, roofline.fuses_operands)
+    as_it_stands = without_checkpoint(layer, graph, 1, roofline.compiler)
     found = list(menu(graph, points=points))
     if roofline.flops_only:
         # Where elementwise work is free, what keeps more of it and so needs less room while it is
@@ -100,18 +99,18 @@ def segment_of(
         known = {(keep.kept, keep.offloaded) for keep in found}
         again = [keep_set(graph, *map(frozenset, other)) for other in others if other not in known]
         found += [keep for keep in again if keep is not None]
-    how = roofline.fuses_operands, roofline.calls_libraries
+    compiler = roofline.compiler
 
     @functools.cache
     def moment(keep: Keep) -> tuple[int, frozenset[Any]]:
-        return reversal_peak(layer.keeping(keep.kept, keep.offloaded), *how)
+        return reversal_peak(layer.keeping(keep.kept, keep.offloaded), compiler)
 
     if looks:
         found += descended(layer, graph, found, moment, looks)
     options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
 
     out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
-    gradient_bytes = given_bytes(layer) if roofline.fuses_operands else out_bytes
+    gradient_bytes = given_bytes(layer, compiler) if compiler.fuses_operands else out_bytes
 
     def option(keep: Keep, seconds: float, reversal: int) -> Option:
         values = [layer.values[place] for place in keep.kept]
@@ -127,7 +126,7 @@ def segment_of(
 
     whole = layer.keeping(as_it_stands.kept, as_it_stands.offloaded)
     choices = [
-        option(as_it_stands, 0.0, reversal_peak(whole, *how, barriers=False)[0]),
+        option(as_it_stands, 0.0, reversal_peak(whole, compiler, barriers=False)[0]),
         *(option(keep, keep.seconds, moment(keep)[0]) for keep in options),
     ]
     stage = Stage(
@@ -137,4 +136,4 @@ def segment_of(
         gradient_bytes=gradient_bytes,
     )
     places = tuple(keep.kept for keep in (as_it_stands, *options))
-    return Segment(layer, graph, (None, *options), places, stage, *how)
+    return Segment(layer, graph, (None, *options), places, stage, compiler)

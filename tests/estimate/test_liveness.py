@@ -10,6 +10,7 @@ from helpers.compiled import compiled
 from jax import lax
 
 from jaxmem import _jax
+from jaxmem.estimate.compiler import ANY, GPU, TPU, of_platform
 from jaxmem.estimate.liveness import (
     layout_copies,
     peak_live_bytes,
@@ -29,7 +30,7 @@ def live(fn, *specs, held=(), live_to_end=(), fuses=False, split_results=False):
             closed,
             held=[ins[k] for k in held],
             live_to_end=[ins[k] for k in live_to_end],
-            fuses_operands=fuses,
+            compiler=TPU if fuses else ANY,
             split_results=outs if split_results else (),
         )
         / SIZE
@@ -161,7 +162,8 @@ def test_what_is_also_summed_up_is_made_in_the_place_of_the_product_unless_it_ne
 def test_a_cast_to_what_products_read_is_stored_in_its_place():
     closed = jax.make_jaxpr(lambda x, y: (x.astype(jnp.bfloat16) @ y, jnp.sin(y)))(X, X)
     x, y = closed.jaxpr.invars
-    rounded = read_rounded(closed.jaxpr)
+    rounded = read_rounded(closed.jaxpr, TPU)
+    assert not read_rounded(closed.jaxpr, GPU)
     assert x in rounded
     assert y not in rounded
 
@@ -173,7 +175,7 @@ def test_barriers_keep_products_from_computing_and_from_rounding():
 
     closed = jax.make_jaxpr(barred)(X)
     (barrier,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "optimization_barrier")
-    assert not read_rounded(closed.jaxpr).intersection(barrier.invars)
+    assert not read_rounded(closed.jaxpr, TPU).intersection(barrier.invars)
     assert live(barred, X, fuses=True) == live(barred, X)
 
 
@@ -184,13 +186,13 @@ def test_gradients_that_products_make_and_read_are_rounded_where_they_are_made()
 
     closed = jax.make_jaxpr(through_tanh)(X, X, X)
     given, *_ = closed.jaxpr.invars
-    assert rounded_where_made(closed.jaxpr, [given]) == {given}
+    assert rounded_where_made(closed.jaxpr, [given], TPU) == {given}
 
     def read_again(given, derivative, w):
         return through_tanh(given, derivative, w), given + 1
 
     closed = jax.make_jaxpr(read_again)(X, X, X)
-    assert rounded_where_made(closed.jaxpr, closed.jaxpr.invars[:1]) == set()
+    assert rounded_where_made(closed.jaxpr, closed.jaxpr.invars[:1], TPU) == set()
 
 
 def test_what_products_read_transposed_is_laid_out_anew_with_all_that_it_follows_from():
@@ -205,7 +207,7 @@ def test_what_products_read_transposed_is_laid_out_anew_with_all_that_it_follows
     assert layout_copies(closed.jaxpr) == {tape, mask}
     for product in (lambda tape, w: jnp.sin(tape) @ w, lambda tape, w: tape.T @ w):
         assert layout_copies(jax.make_jaxpr(product)(X, X).jaxpr) == set()
-    copies = {"copied": [tape, mask], "fuses_operands": True}
+    copies = {"copied": [tape, mask], "compiler": TPU}
     assert peak_live_bytes(closed, **copies) == SIZE + SIZE // 4 + 64 * 4
     # While the one is read, which is next to its slice then.
     assert peak_live_bytes(closed, **copies, layout_copies=[tape, mask]) == 2 * SIZE
@@ -230,5 +232,5 @@ def test_it_is_what_a_compiler_allocates(where):
     closed = _jax.inlined(jax.make_jaxpr(jax.grad(loss))(params, x))
     outputs = sum(4 * int(np.prod(size)) for size in sizes)
     assert stats["output_bytes"] >= outputs
-    predicted = peak_live_bytes(closed, fuses_operands=where == "tpu")
+    predicted = peak_live_bytes(closed, compiler=of_platform(where))
     assert abs(predicted / (stats["temp_bytes"] + outputs) - 1) < 0.05

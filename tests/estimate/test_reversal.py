@@ -13,6 +13,7 @@ from jax import lax
 
 import jaxmem
 from budgets import nets
+from jaxmem.estimate.compiler import GPU, TPU
 from jaxmem.estimate.liveness import peak_live_bytes
 from jaxmem.estimate.reversal import without_checkpoint
 from jaxmem.estimate.roofline import Roofline
@@ -139,8 +140,8 @@ def test_results_of_a_library_are_not_written_over() -> None:
     closed = jax.make_jaxpr(through)(IMAGES, KERNEL, last)
     size = 4 * IMAGES.size
     predicted = (
-        peak_live_bytes(closed, calls_libraries=True),
-        peak_live_bytes(closed, fuses_operands=True),
+        peak_live_bytes(closed, compiler=GPU),
+        peak_live_bytes(closed, compiler=TPU),
     )
     report = jaxmem.memory_report(through, IMAGES, KERNEL, last, target=TARGET)
     assert predicted[0] == 2 * size

@@ -1,0 +1,57 @@
+"""What a compiler does to the bytes that are live, as plain facts: one value for each kind."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """The rules by which live bytes are counted; each can be left out to see what it is worth.
+
+    `experiments/ablation.py` does that, and experiments/README.md has what came of it.
+
+    Attributes:
+      writes_in_place: what is elementwise is written over an array of its size that is read there
+        for the last time.
+      splits_results: a gradient that is a part of something larger (of what was concatenated) is a
+        copy in the end.
+      looks_inside: loops, branches and checkpoints need room of their own while they run.
+      delays: what only the backward pass reads is computed there.
+      fuses_operands: matrix products compute what is elementwise in front of them themselves.
+      rounds_operands: of what they read in float32, and nothing else reads, bfloat16 is stored.
+      fuses_results: they make what follows from their result alone in the place of it.
+      copies_layouts: what a loop keeps of each layer is copied where products want it transposed.
+      copies_parts: so are parts of something larger that reductions read.
+      calls_libraries: convolutions are calls into a library (cuDNN), over whose results nothing is
+        written; see `jaxmem.estimate.liveness.by_library`.
+      swaps_operands: for some of these both operands are copied; see
+        `jaxmem.estimate.liveness.copied_to_swap`.
+    """
+
+    writes_in_place: bool = True
+    splits_results: bool = True
+    looks_inside: bool = True
+    delays: bool = True
+    fuses_operands: bool = False
+    rounds_operands: bool = False
+    fuses_results: bool = False
+    copies_layouts: bool = False
+    copies_parts: bool = False
+    calls_libraries: bool = False
+    swaps_operands: bool = False
+
+
+# What any of them does, XLA for GPUs, and XLA for TPUs.
+ANY = Compiler()
+GPU = Compiler(calls_libraries=True, swaps_operands=True)
+TPU = Compiler(
+    fuses_operands=True,
+    rounds_operands=True,
+    fuses_results=True,
+    copies_layouts=True,
+    copies_parts=True,
+)
+
+
+def of_platform(platform: str) -> Compiler:
+    """The compiler of a platform, as jax names it."""
+    return {"gpu": GPU, "tpu": TPU}.get(platform, ANY)
