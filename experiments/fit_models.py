@@ -148,13 +148,20 @@ def asked(model: str, target: str, options: Options, done: set[int]) -> Iterator
             budget,
             report.required_bytes,
             report.temp_bytes,
-            _predicted(problem, fitted.plan) - fixed,
+            predicted_bytes(problem, fitted.plan) - fixed,
             why.predicted_bytes - fixed,
             why.extra_seconds,
             report.matmul_flops or 0,
             fitted.compiles,
             versions=versions(target),
         )
+
+
+def predicted_bytes(problem: StepProblem, plan: jaxmem.StepPlan) -> int:
+    """Bytes predicted for a plan, which may be one between those of the front."""
+    whole = dataclasses.replace(problem, front=problem.whole)
+    place = next(k for k in range(len(whole.front)) if whole.plan(k) == plan)
+    return whole.predicted[place]
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -200,13 +207,6 @@ def _can_compile(model: str, target: str) -> bool:
     """Whether the target is of the platform that the model's kernels are for."""
     platform = jax.default_backend() if target == "local" else jaxmem.target(target).platform
     return ONLY_FOR.get(model, platform) == platform
-
-
-def _predicted(problem: StepProblem, plan: jaxmem.StepPlan) -> int:
-    """Bytes predicted for a plan, which may be one between those of the front."""
-    whole = dataclasses.replace(problem, front=problem.whole)
-    place = next(k for k in range(len(whole.front)) if whole.plan(k) == plan)
-    return whole.predicted[place]
 
 
 if __name__ == "__main__":

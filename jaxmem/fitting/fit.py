@@ -156,6 +156,9 @@ def fit(
 
 # So much of what a budget leaves for temporaries may stay unused.
 _UNUSED = 0.02
+# Where more does, faster plans are tried that are expected to need no more than so much of it.
+_WASTED = 0.05
+_NEARBY = 1.15
 
 
 class _OutOfTime(Exception):
@@ -228,19 +231,53 @@ def _searched(
     """The front that the best plan is on, its place there, and whether it is seen to be the best.
 
     What is left of the compiles is spent on the plans between the best of the front and the next
-    faster one.
+    faster one, and then, where much of the budget stays unused, on faster ones that could be
+    smaller than they are predicted to be.
     """
     found = search(problem.predicted, budget, tried.on(problem), most)
     best, left = tried.best(problem), most - len(found.seen)
     if not best or best != found.candidate:
         return problem, best, found.closed
+    finer, best, closed = _refined(problem, best, found.closed, tried, budget, left)
+    report = tried.report(finer, best)
+    wasted = round(_WASTED * (budget - report.required_bytes + report.temp_bytes))
+    if budget - report.required_bytes <= wasted:
+        return finer, best, closed
+    own = finer.front[best]
+    seen = tried.seen(problem)
+    faster = [
+        place
+        for place, candidate in enumerate(problem.front)
+        if candidate.seconds < own.seconds and place not in seen
+    ]
+    while faster and len(tried.reports) < most:
+        size, place = min((problem.prediction(place, seen), place) for place in faster)
+        if size > _NEARBY * budget:
+            break
+        faster.remove(place)
+        try:
+            seen[place] = tried.on(problem)(place)
+        except _OutOfTime:
+            break
+        if seen[place] <= budget:
+            # Between this and the next faster one nothing is looked at any more.
+            return problem, place, seen.get(place - 1, budget) > budget
+    return finer, best, closed
+
+
+def _refined(
+    problem: StepProblem, best: int, closed: bool, tried: _Tried, budget: int, left: int
+) -> tuple[StepProblem, int, bool]:
+    """The same, looked for between the best of the front and the next faster one."""
     report, finer = tried.report(problem, best), problem.finer(best)
     enough = round(_UNUSED * (budget - report.required_bytes + report.temp_bytes))
     seen = tried.seen(finer)
     try:
         again = refine(finer.predicted, budget, tried.on(finer), seen, left, enough)
     except _OutOfTime:
-        return finer, tried.best(finer), False
+        known = tried.best(finer)
+        assert known is not None  # the slowest of these fits
+        return finer, known, False
     assert again.candidate is not None
     unused = budget - tried.report(finer, again.candidate).required_bytes
-    return finer, again.candidate, found.closed and (again.closed or unused <= enough)
+    return finer, again.candidate, closed and (again.closed or unused <= enough)
