@@ -34,9 +34,10 @@ bench: $(VENV)/dev.stamp
 	JAX_PLATFORMS=cpu $(BIN)/python experiments/bench_core.py
 	JAX_PLATFORMS=cpu $(BIN)/python experiments/bench_report.py
 
-# One environment serves both; a stamp is younger than the last installation of its extra.
+# One environment serves both; a stamp is younger than the last installation of its extra.  Most of
+# what is installed is never imported, and need not be compiled in advance.
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$*]'
 	touch $@
 
 $(BIN)/python:

@@ -201,6 +201,16 @@ def test_several_targets_at_once(tmp_path: Path):
         assert (tmp_path / f"live-{name}.svg").read_text().lstrip().startswith("<?xml")
 
 
+def test_machine_code_is_generated_if_it_is_asked_for():
+    """Then the compiler's own peak is known; no other figure changes."""
+    words = "report", f"{LIGHT}:job", "--target", "h100-80g", "--json"
+    quick, complete = (json.loads(run(*words, *more).stdout) for more in ((), ("--generate-code",)))
+    assert quick["peak_bytes"] is None
+    assert 0 < complete["peak_bytes"] <= complete["required_bytes"]
+    changed = {name for name in quick if quick[name] != complete[name]}
+    assert changed <= {"peak_bytes", "compile_seconds", "cached"}
+
+
 def test_what_does_not_fit_ends_with_2():
     result = run("report", f"{TRAINING}:too_large", "--target", "h100-80g,local")
     assert result.exit_code == 2, result.stderr

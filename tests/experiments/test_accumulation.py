@@ -165,6 +165,7 @@ def test_the_script_says_what_is_exact_and_writes_its_table_and_its_picture(
 # ---------------------------------------------------------------- curves
 
 
+@pytest.mark.slow  # trained for many steps
 def test_curves_are_compared_with_the_whole_batch(tmp_path: Path) -> None:
     model = Config(
         layers=1, width=8, heads=1, sequence=8, batch=4, ragged=True, dropout=0.0, steps=2

@@ -143,6 +143,7 @@ def test_the_smallest_form_goes_on_where_it_was_stopped(
     assert (tmp_path / "big_batch.csv").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow  # the second question of the form above
 def test_batches_of_the_smallest_form(tmp_path: Path):
     """With everything kept a batch needs more than cut into parts, of any size."""
     options = dataclasses.replace(

@@ -57,6 +57,7 @@ def test_the_smallest_form_and_that_it_goes_on(
     assert again(monkeypatch, module.main, options) == rows
 
 
+@pytest.mark.slow  # what ResNet-50's form claims, of another net
 def test_the_smallest_form_of_vgg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = vgg16_budget.Options(
         target="local", small=True, results=tmp_path, compiles=1, costs=(WORK,)

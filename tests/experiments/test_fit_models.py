@@ -135,14 +135,8 @@ def test_a_budget_on_a_tpu() -> None:
     assert fitted.explain().extra_seconds > 0
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        # The TPU's compiler takes its time.
-        pytest.param(model, marks=pytest.mark.slow if where == "tpu" else ())
-        for model, where in ONLY_FOR.items()
-    ],
-)
+@pytest.mark.slow  # programs with hand-written kernels are compiled to machine code
+@pytest.mark.parametrize("model", ONLY_FOR)
 def test_attention_in_one_kernel_is_kept_rather_than_recomputed(model: str) -> None:
     """Its result and the row sums that its gradient needs, at a budget that has room for them."""
     small = {"batch": 8, "sequence": 1024, "width": 512, "layers": 4, "heads": 4}

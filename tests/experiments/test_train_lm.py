@@ -157,7 +157,7 @@ KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
     ("framework", "more", "signals"),
     [
         pytest.param("linen", {}, [INTERRUPT], id="linen"),
-        pytest.param("nnx", ACROSS, [KILL], id="nnx, across"),
+        pytest.param("nnx", ACROSS, [KILL], id="nnx, across", marks=pytest.mark.slow),
         pytest.param("linen", {}, [KILL, INTERRUPT], id="both", marks=pytest.mark.slow),
     ],
 )
