@@ -53,6 +53,8 @@ class Options:
     """Which of the eight budgets."""
     rules: tuple[str, ...] | None = None
     """Which rules; by default all that the target's compiler has."""
+    compiles: int = 6
+    """How often `fit` may ask the compiler for one budget."""
     timeout: float = 900.0
     """Seconds for compiling one program."""
     results: Path = RESULTS
@@ -169,12 +171,17 @@ def _without(rule: str, platform: str) -> Iterator[None]:
 
 def _planned(row: Row, options: Options) -> Row:
     job = MODELS[row.model]()
-    how = {"target": row.target, "donate_argnums": job.donate_argnums, "timeout": options.timeout}
+    how = {
+        "target": row.target,
+        "donate_argnums": job.donate_argnums,
+        "max_compiles": options.compiles,
+        "timeout": options.timeout,
+    }
     with _without(row.rule, jaxmem.target(row.target).platform):
         try:
             fitted = jaxmem.fit(job.step, *job.args, budget=row.budget, progress=False, **how)
         except jaxmem.BudgetError:
-            return dataclasses.replace(row, compiles=_MOST)
+            return dataclasses.replace(row, compiles=options.compiles)
         ask = CompileRequest(
             job.step, job.args, {}, row.target, job.donate_argnums, (), None, options.timeout, True
         )
@@ -189,10 +196,6 @@ def _planned(row: Row, options: Options) -> Row:
         predicted=predicted_bytes(problem, fitted.plan) - fixed,
         matmul_flops=report.matmul_flops,
     )
-
-
-# So many are asked for before none is found to fit.
-_MOST = 6
 
 
 def _change(row: Row, whole: Row) -> float | None:

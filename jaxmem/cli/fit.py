@@ -73,7 +73,7 @@ _File = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--max-compiles",
     type=click.IntRange(min=1),
-    default=6,
+    default=8,
     show_default=True,
     metavar="NUMBER",
     help="How many times the step may be compiled to find the plan.",

@@ -41,7 +41,7 @@ def fit(
     static_argnums: int | Sequence[int] = (),
     allow_offload: bool = False,
     cost: Cost = "roofline",
-    max_compiles: int = 6,
+    max_compiles: int = 8,
     max_seconds: float | None = None,
     compiler_options: dict[str, Any] | None = None,
     timeout: float = 900.0,

@@ -85,7 +85,7 @@ class Fitted:
     ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
     >>> arrays = jnp.ones((64, 16, 16)), jnp.ones((4096, 16))
     >>> fitted = jaxmem.fit(jax.grad(model), *arrays, budget="6MiB", progress=False)
-    >>> fitted.report.required_bytes <= fitted.budget, fitted.compiles <= 6
+    >>> fitted.report.required_bytes <= fitted.budget, fitted.compiles <= 8
     (True, True)
     >>> fitted.step(*arrays).shape
     (64, 16, 16)

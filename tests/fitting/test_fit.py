@@ -122,7 +122,7 @@ def test_budgets_are_kept_and_larger_ones_are_never_slower(budgets: int) -> None
     for budget in np.geomspace(least, 1.01 * most, budgets).astype(int):
         fitted = fit(step, *specs(), budget=int(budget))
         assert fitted.report.required_bytes <= budget
-        assert fitted.compiles <= 6
+        assert fitted.compiles <= 8
         found.append((extra(fitted), fitted.report.required_bytes))
     seconds, sizes = zip(*found, strict=True)
     assert list(seconds) == sorted(seconds, reverse=True)
