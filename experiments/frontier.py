@@ -1,6 +1,6 @@
 """`jaxmem.fit` and the policies in use: how much a transformer recomputes in the same memory.
 
-python experiments/frontier.py            # a quarter of an hour per target
+python experiments/frontier.py            # minutes per target, nearly all of it compilation
 python experiments/frontier.py --small    # a small transformer, on the attached backend
 
 The reference transformer of `programs.py` is compiled under each policy of `front/rivals.py`, and

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 @click.option(
     "--generate-code",
     is_flag=True,
-    help="Do not stop when buffers are assigned: the compiler's peak and its refusals, in 2 to 40 "
+    help="Do not stop when buffers are assigned: the compiler's peak and its refusals, in 2 to 100 "
     "times the time.",
 )
 @timeout_option
