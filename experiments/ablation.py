@@ -1,6 +1,6 @@
 """What each rule of the estimate is worth: `fit` without it, in budgets that are known.
 
-    python experiments/ablation.py                        # about an hour and a half
+    python experiments/ablation.py                        # half an hour per target
     python experiments/ablation.py --rules writes_in_place --models matrix_chain --places 3
 
 `jaxmem.estimate.compiler.Compiler` holds what a compiler does to live bytes.  Each of these rules
@@ -30,9 +30,9 @@ from fit_models import predicted_bytes
 from tqdm import tqdm
 
 import jaxmem
+from common.compiling import request
 from common.table import Record, Table, markdown, read, versions
 from jaxmem.estimate import compiler
-from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.step_problem import build_problem
 
 RESULTS = Path(__file__).parent / "results"
@@ -155,9 +155,8 @@ def _asked(options: Options) -> Iterator[tuple[str, Known]]:
     for target in options.targets:
         for rule in (ALL, *(options.rules or rules_of(target))):
             for row in known:
-                if (row.target, row.place in options.places) != (target, True):
-                    continue
-                if row.model in options.models:
+                asked = row.model in options.models and row.place in options.places
+                if asked and row.target == target:
                     yield rule, row
 
 
@@ -182,10 +181,7 @@ def _planned(row: Row, options: Options) -> Row:
             fitted = jaxmem.fit(job.step, *job.args, budget=row.budget, progress=False, **how)
         except jaxmem.BudgetError:
             return dataclasses.replace(row, compiles=options.compiles)
-        ask = CompileRequest(
-            job.step, job.args, {}, row.target, job.donate_argnums, (), None, options.timeout, True
-        )
-        problem = build_problem(ask, False, "roofline")
+        problem = build_problem(request(job, row.target, options.timeout), False, "roofline")
     report = fitted.report
     fixed = report.required_bytes - report.temp_bytes
     return dataclasses.replace(

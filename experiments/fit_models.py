@@ -24,9 +24,9 @@ import tyro
 from budgeted_models import MODELS, ONLY_FOR
 
 import jaxmem
+from common.compiling import request
 from common.table import Record, Table, versions
 from jaxmem._util.text import size
-from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.step_problem import StepProblem, build_problem
 
 RESULTS = Path(__file__).parent / "results"
@@ -115,10 +115,7 @@ def main(options: Options) -> list[Row]:
 def asked(model: str, target: str, options: Options, done: set[int]) -> Iterator[Row]:
     """The rows of one model on one target that are not there yet."""
     job = MODELS[model]()
-    ask = CompileRequest(
-        job.step, job.args, dict(job.kwargs), target, job.donate_argnums, (), None,
-        options.timeout, True,
-    )  # fmt: skip
+    ask = request(job, target, options.timeout)
     problem = build_problem(ask, False, "roofline")
     least, most = (
         problem.report(ask, candidate).required_bytes for candidate in (len(problem.front) - 1, 0)

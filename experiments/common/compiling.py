@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jaxmem
+from jaxmem.fitting.compile_request import CompileRequest
 
 # Bytes and matmul FLOPs are final before machine code is generated, which is slowest on a CPU.
 QUICK = {"xla_backend_optimization_level": 0}
@@ -35,6 +36,13 @@ def compiling(target: str, timeout: float, small: bool) -> dict[str, Any]:
     """Keywords for what compiles one program; `small` ones are only to be seen to work."""
     quick = QUICK if small else None
     return {"target": target, "timeout": timeout, "compiler_options": quick}
+
+
+def request(job: jaxmem.Job, target: str, timeout: float) -> CompileRequest:
+    """A job and its target, as `fit` asks the compiler."""
+    return CompileRequest(
+        job.step, job.args, dict(job.kwargs), target, job.donate_argnums, (), None, timeout, True
+    )
 
 
 def planned(job: jaxmem.Job, budget: int, **options: Any) -> Planned:

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 
 import jaxmem
-from common.compiling import Planned, compiling, is_recomputed_by_compiler, planned
+from common.compiling import Planned, compiling, is_recomputed_by_compiler, planned, request
 from common.table import Table, versions
 from foreign.nets import Net
 from foreign.table import FIT, OWN, PLAIN, SQRT, Cost, Row
 from foreign.training import job
-from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.step_problem import build_problem
 
 # ---------------------------------------------------------------- types
@@ -83,9 +82,7 @@ class Study:
     def _plain(self, row: Row, net: Net) -> Row:
         """The undecorated step; with it, how long planning takes and what it predicts."""
         step = job(net, jaxmem.remat_auto)
-        ask = CompileRequest(
-            step.step, step.args, {}, self.target, step.donate_argnums, (), None, self.timeout, True
-        )
+        ask = request(step, self.target, self.timeout)
         start = time.perf_counter()
         problem = build_problem(ask, False, self.cost)
         row = dataclasses.replace(

@@ -238,12 +238,17 @@ def _searched(
     best, left = tried.best(problem), most - len(found.seen)
     if not best or best != found.candidate:
         return problem, best, found.closed
-    finer, best, closed = _refined(problem, best, found.closed, tried, budget, left)
-    report = tried.report(finer, best)
-    wasted = round(_WASTED * (budget - report.required_bytes + report.temp_bytes))
-    if budget - report.required_bytes <= wasted:
-        return finer, best, closed
-    own = finer.front[best]
+    refined = _refined(problem, best, found.closed, tried, budget, left)
+    return _probed(problem, tried, budget, most, *refined[:2]) or refined
+
+
+def _probed(
+    problem: StepProblem, tried: _Tried, budget: int, most: int, finer: StepProblem, best: int
+) -> tuple[StepProblem, int, bool] | None:
+    """A faster plan than the best one of `finer`, if much is unused and one is seen to fit."""
+    report, own = tried.report(finer, best), finer.front[best]
+    if budget - report.required_bytes <= _part(_WASTED, budget, report):
+        return None
     seen = tried.seen(problem)
     faster = [
         place
@@ -251,18 +256,23 @@ def _searched(
         if candidate.seconds < own.seconds and place not in seen
     ]
     while faster and len(tried.reports) < most:
-        size, place = min((problem.prediction(place, seen), place) for place in faster)
-        if size > _NEARBY * budget:
-            break
+        expected, place = min((problem.prediction(place, seen), place) for place in faster)
+        if expected > _NEARBY * budget:
+            return None
         faster.remove(place)
         try:
             seen[place] = tried.on(problem)(place)
         except _OutOfTime:
-            break
+            return None
         if seen[place] <= budget:
             # Between this and the next faster one nothing is looked at any more.
             return problem, place, seen.get(place - 1, budget) > budget
-    return finer, best, closed
+    return None
+
+
+def _part(share: float, budget: int, report: MemoryReport) -> int:
+    """So much of what a budget leaves for temporaries, in bytes."""
+    return round(share * (budget - report.required_bytes + report.temp_bytes))
 
 
 def _refined(
@@ -270,7 +280,7 @@ def _refined(
 ) -> tuple[StepProblem, int, bool]:
     """The same, looked for between the best of the front and the next faster one."""
     report, finer = tried.report(problem, best), problem.finer(best)
-    enough = round(_UNUSED * (budget - report.required_bytes + report.temp_bytes))
+    enough = _part(_UNUSED, budget, report)
     seen = tried.seen(finer)
     try:
         again = refine(finer.predicted, budget, tried.on(finer), seen, left, enough)

@@ -59,8 +59,8 @@ def memory_report(
       static_argnums: as for `jax.jit`.
       compiler_options: passed to the compiler.
       generate_code: whether the compiler of a named target goes on to machine code when buffers are
-        assigned.  No figure changes then, and it takes up to 40 times as long; but `peak_bytes` is
-        known, and what is too large for the chip's own memory is refused.  Programs with
+        assigned.  No figure changes then, and it may take a hundred times as long; but `peak_bytes`
+        is known, and what is too large for the chip's own memory is refused.  Programs with
         hand-written kernels, which may be, and those that send data from a TPU to its host are
         compiled so in any case.
       timeout: seconds after which the compiler of a named target is stopped.
@@ -114,7 +114,7 @@ def memory_report(
         compiled = compile_elsewhere(
             program, absent, options, timeout, cache, generate_code=generate_code
         )
-    report = _report(program, compiled, generate_code)
+    report = _report(program, compiled)
     if report.fits is not False:
         return report
 
@@ -160,7 +160,7 @@ def _check_present(tree: Any) -> None:
             )
 
 
-def _report(program: Program, compiled: Compiled, generate_code: bool) -> MemoryReport:
+def _report(program: Program, compiled: Compiled) -> MemoryReport:
     from jaxmem._util.version import __version__
 
     work = costs(program.jaxpr)
@@ -211,7 +211,7 @@ def _report(program: Program, compiled: Compiled, generate_code: bool) -> Memory
         device=compiled.device,
         platform=compiled.platform,
         devices=compiled.devices,
-        notes=_notes(program, compiled, work, arguments, generate_code),
+        notes=_notes(program, compiled, work, arguments),
         versions={"jaxmem": __version__, **compiled.versions},
         flags=compiled.flags,
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
@@ -299,11 +299,7 @@ def _only_traced(compiled: Compiled, work: Costs) -> bool:
 
 
 def _notes(
-    program: Program,
-    compiled: Compiled,
-    work: Costs,
-    arguments: dict[str, int],
-    generate_code: bool,
+    program: Program, compiled: Compiled, work: Costs, arguments: dict[str, int]
 ) -> tuple[str, ...]:
     notes = []
     if any(_on_host(a, compiled) and arguments[a.name] for a in program.arguments):
@@ -311,7 +307,7 @@ def _notes(
             "arguments in host memory are counted as device memory: the GPU compiler reports "
             "those so that are not donated and returned to the host"
         )
-    if generate_code and not compiled.assembled and compiled.too_large_bytes is None:
+    if compiled.platform == "gpu" and compiled.message:
         notes.append(
             "NVIDIA's assembler is not installed here, so the program was not assembled into "
             "machine code; memory is assigned before that, and the figures are the same"

@@ -3,7 +3,7 @@
 A compiler for an absent accelerator may crash, hang or take all memory.  It does
 so in a worker (`worker.py`): this process continues, with an error that says what
 happened, and the next call gets a fresh worker.  Workers are kept for further
-calls, since starting one and loading its compiler takes a second or more.
+calls, since starting one and loading jax takes a second or more.
 """
 
 import dataclasses
@@ -146,7 +146,7 @@ def compile_for(
 def warm_up(target: Target) -> None:
     """Start a worker for a target without waiting for it."""
     if not target.missing():
-        pool.warm_up(target.platform, {"do": "warm", "topology": target.topology})
+        pool.warm_up(target.platform, {"do": "warm"})
 
 
 def versions(target: Target) -> dict[str, str]:
@@ -191,7 +191,7 @@ def _output(reply: dict[str, Any], target: Target) -> CompilerOutput:
     if not (refused or reply["stopped"]):
         return found
     size, stats = refusals.too_large(refused), refusals.stats_of(found.assignment, target.platform)
-    if size is None and not (reply["stopped"] or refusals.unassembled(refused)):
+    if refused and size is None and not refusals.unassembled(refused):
         raise CompileError(_why_refused({"error": refused}, target), _last(found.log))
     found = dataclasses.replace(
         found, stats=stats, assembled=False, message=refusals.first_line(refused)
