@@ -84,6 +84,14 @@ _File = click.Path(dir_okay=False, path_type=Path)
     metavar="SECONDS",
     help="Take the best plan so far after this time, once one fits.",
 )
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    metavar="NUMBER",
+    help="How many plans may be compiled at once for a named target.",
+)
 @set_option
 @timeout_option
 @cache_option
@@ -100,6 +108,7 @@ def fit(
     cost: str,
     max_compiles: int,
     max_seconds: float | None,
+    workers: int,
     settings: tuple[tuple[str, str], ...],
     timeout: float,
     no_cache: bool,
@@ -115,6 +124,7 @@ def fit(
         "target": target,
         "allow_offload": offload,
         "cost": cost,
+        "workers": workers,
         "timeout": timeout,
         "cache": not no_cache,
     }

@@ -86,13 +86,154 @@ class Compiled(Outcome):
 # ---------------------------------------------------------------- API
 
 
-def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
-    """Compile for the attached backend, in this process.
+class Here:
+    """A program that is compiled for the attached backend, in this process, when it is asked for.
 
     Raises:
-      RuntimeError: it gives no memory analysis.
-      ValueError: it does not know an option.
+      RuntimeError: by `result`: the backend gives no memory analysis.
+      ValueError: by `result`: the compiler does not know an option.
     """
+
+    def __init__(self, program: Program, options: dict[str, Any]) -> None:
+        self._program, self._options = program, options
+
+    def answered(self, seconds: float) -> bool:
+        return True  # there is nothing to wait for
+
+    def stop(self) -> None:
+        pass
+
+    def result(self) -> Compiled:
+        return _compiled_here(self._program, self._options)
+
+
+class Elsewhere:
+    """A program that is compiled for a named target, meanwhile, or read from the cache.
+
+    Args:
+      generate_code: see `jaxmem.memory_report`.
+
+    Raises:
+      jaxmem.CompileError: see `jaxmem.targets.Compilation`.
+      ValueError: the program is sharded over another number of devices than the target has.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        target: "targets.Target",
+        options: dict[str, Any],
+        timeout: float,
+        cache: bool,
+        generate_code: bool = False,
+    ) -> None:
+        try:
+            exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
+        except ImportError as error:  # of what comes with the compilers
+            raise targets.CompileError("; ".join(target.missing()) or str(error)) from None
+        self._target = target = _for_devices(target, exported)
+        self._exported, self._options, self._timeout = exported, options, timeout
+        self._store = targets.Cache() if cache else None
+        self._generate_code = generate_code or any(
+            mark in exported.module for mark in _REFUSABLE[target.platform]
+        )
+        self._key = _key(exported, target, options, self._generate_code)
+        self._known = _read(self._store.get(self._key)) if self._store else None
+        self._running = None if self._known else self._begun(options)
+
+    def answered(self, seconds: float) -> bool:
+        """Whether `result` need not wait any more, after waiting for at most so long."""
+        return self._running is None or self._running.answered(seconds)
+
+    def stop(self) -> None:
+        """End the compiler: nobody wants the result."""
+        if self._running is not None:
+            self._running.stop()
+
+    def result(self) -> Compiled:
+        """What the compiler came to; asked for once.
+
+        Raises:
+          jaxmem.CompileError: see `jaxmem.targets.Compilation`.
+          ValueError: the compiler does not know an option.
+        """
+        found = self._known or self._outcome()
+        if self._store and not self._known:
+            self._store.put(self._key, to_data(found))
+        target = self._target
+        return Compiled(
+            **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
+            kept=self._exported.kept,
+            target=target.name,
+            device=target.device,
+            platform=target.platform,
+            devices=target.devices,
+            capacity_bytes=target.memory,
+            default_capacity_bytes=target.default_bytes,
+            bandwidth=target.bandwidth,
+            matrix_peak=target.matrix_peak,
+            flags={**_flags(self._options), **found.avoiding},
+            cached=self._known is not None,
+        )
+
+    # ------------------------------------------------------------ implementation
+
+    def _begun(self, options: dict[str, Any]) -> "targets.Compilation":
+        exported = self._exported
+        return targets.Compilation(
+            self._target,
+            exported.blob,
+            donate=exported.donate,
+            mesh_axes=exported.mesh,
+            memory_kinds=exported.memory_kinds,
+            compiler_options=options,
+            generate_code=self._generate_code,
+            timeout=self._timeout,
+        )
+
+    def _outcome(self) -> Outcome:
+        """As the compiler has it; where it meets a known defect, once more with what avoids it."""
+        assert self._running is not None
+        with compiler_options.named():
+            try:
+                return _outcome(self._running.output(), self._target)
+            except targets.CompileError as error:
+                added = targets.avoiding(str(error))
+                if added is None or added.keys() & self._options.keys():
+                    raise
+            self._running = self._begun({**self._options, **added})
+            found = _outcome(self._running.output(), self._target)
+        text = {name: str(value) for name, value in added.items()}
+        return dataclasses.replace(found, avoiding=text)
+
+
+def compile_with_texts(
+    lowered: Any, options: dict[str, Any] | None = None
+) -> tuple[Any, tuple[str, str], float]:
+    """Compile here, and read the buffer assignment and live ranges that the compiler dumps.
+
+    A program from jax's compilation cache has no such texts, and is compiled once more
+    without that cache.
+
+        Returns:
+          The compiled program, its buffer assignment and its live ranges ("" for one that
+          this compiler does not write), and the seconds that it took.
+    """
+    for attempt in (contextlib.nullcontext, _without_jax_cache):
+        start = time.perf_counter()
+        with attempt(), tempfile.TemporaryDirectory(prefix="jaxmem-") as dump:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": dump, **(options or {})})
+            seconds = time.perf_counter() - start
+            texts = _dumped(Path(dump), "buffer-assignment"), _dumped(Path(dump), "live-range")
+        if all(texts) or not getattr(jax.config, "jax_compilation_cache_dir", None):
+            break
+    return compiled, texts, seconds
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _compiled_here(program: Program, options: dict[str, Any]) -> Compiled:
     lowered = program.traced.lower()
     with compiler_options.named():
         compiled, texts, seconds = compile_with_texts(lowered, options)
@@ -123,29 +264,6 @@ def compile_here(program: Program, options: dict[str, Any]) -> Compiled:
         flags=_flags(options),
         seconds=seconds,
     )
-
-
-def compile_with_texts(
-    lowered: Any, options: dict[str, Any] | None = None
-) -> tuple[Any, tuple[str, str], float]:
-    """Compile here, and read the buffer assignment and live ranges that the compiler dumps.
-
-    A program from jax's compilation cache has no such texts, and is compiled once more
-    without that cache.
-
-        Returns:
-          The compiled program, its buffer assignment and its live ranges ("" for one that
-          this compiler does not write), and the seconds that it took.
-    """
-    for attempt in (contextlib.nullcontext, _without_jax_cache):
-        start = time.perf_counter()
-        with attempt(), tempfile.TemporaryDirectory(prefix="jaxmem-") as dump:
-            compiled = lowered.compile(compiler_options={"xla_dump_to": dump, **(options or {})})
-            seconds = time.perf_counter() - start
-            texts = _dumped(Path(dump), "buffer-assignment"), _dumped(Path(dump), "live-range")
-        if all(texts) or not getattr(jax.config, "jax_compilation_cache_dir", None):
-            break
-    return compiled, texts, seconds
 
 
 @contextlib.contextmanager
@@ -209,96 +327,12 @@ def _memory_stats(device: Any) -> dict[str, Any] | None:
         return None
 
 
-def compile_elsewhere(
-    program: Program,
-    target: "targets.Target",
-    options: dict[str, Any],
-    timeout: float,
-    cache: bool,
-    generate_code: bool = False,
-) -> Compiled:
-    """Compile for a named target in a worker, or read the result from the cache.
-
-    Args:
-      generate_code: see `jaxmem.memory_report`.
-
-    Raises:
-      jaxmem.CompileError: see `jaxmem.targets.compile_for`.
-      ValueError: the program is sharded over another number of devices than the target has, or
-        the compiler does not know an option.
-    """
-    try:
-        exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
-    except ImportError as error:  # of what comes with the compilers
-        raise targets.CompileError("; ".join(target.missing()) or str(error)) from None
-    target = _for_devices(target, exported)
-    store = targets.Cache() if cache else None
-    generate_code = generate_code or any(
-        mark in exported.module for mark in _REFUSABLE[target.platform]
-    )
-    key = _key(exported, target, options, generate_code)
-    found = _read(store.get(key)) if store else None
-    cached = found is not None
-    if found is None:
-        found = _compiled_for(target, exported, options, timeout, generate_code)
-        if store:
-            store.put(key, to_data(found))
-    return Compiled(
-        **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
-        kept=exported.kept,
-        target=target.name,
-        device=target.device,
-        platform=target.platform,
-        devices=target.devices,
-        capacity_bytes=target.memory,
-        default_capacity_bytes=target.default_bytes,
-        bandwidth=target.bandwidth,
-        matrix_peak=target.matrix_peak,
-        flags={**_flags(options), **found.avoiding},
-        cached=cached,
-    )
-
-
 # What a compiler may refuse once buffers are assigned: hand-written kernels (Pallas' on TPUs, and
 # on GPUs by Triton and by Mosaic), and on TPUs transfers to the host.
 _REFUSABLE = {
     "gpu": ("__gpu$xla.gpu.triton", "mosaic_gpu"),
     "tpu": ("tpu_custom_call", "pinned_host"),
 }
-
-
-def _compiled_for(
-    target: "targets.Target",
-    exported: Exported,
-    options: dict[str, Any],
-    timeout: float,
-    generate_code: bool,
-) -> Outcome:
-    """Compile in a worker; where that meets a known defect, once more with what avoids it."""
-
-    def compiled(options: dict[str, Any]) -> Outcome:
-        with compiler_options.named():
-            output = targets.compile_for(
-                target,
-                exported.blob,
-                donate=exported.donate,
-                mesh_axes=exported.mesh,
-                memory_kinds=exported.memory_kinds,
-                compiler_options=options,
-                generate_code=generate_code,
-                timeout=timeout,
-            )
-        return _outcome(output, target)
-
-    try:
-        return compiled(options)
-    except targets.CompileError as error:
-        added = targets.avoiding(str(error))
-        if added is None or added.keys() & options.keys():
-            raise
-        found = compiled({**options, **added})
-        text = {name: str(value) for name, value in added.items()}
-        return dataclasses.replace(found, avoiding=text)
 
 
 def _read(data: Any) -> Outcome | None:

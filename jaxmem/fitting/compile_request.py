@@ -7,7 +7,7 @@ from typing import Any
 from jaxmem import targets
 from jaxmem.compile.program import Program
 from jaxmem.fitting.step_plan import StepPlan, following
-from jaxmem.report.memory import memory_report
+from jaxmem.report.memory import PendingReport
 from jaxmem.report.report import MemoryReport
 
 
@@ -45,16 +45,44 @@ class CompileRequest:
         )
 
     def report(self, plan: StepPlan) -> MemoryReport:
+        """The report of the step under a plan."""
+        return self.begin(plan).result()
+
+    def begin(self, plan: StepPlan) -> "Begun":
+        """The same, traced, and being compiled if that is for a named target."""
         with following(plan):
-            return memory_report(
-                self.step,
-                *self.args,
-                target=self.target,
-                donate_argnums=self.donate_argnums,
-                static_argnums=self.static_argnums,
-                compiler_options=self.compiler_options,
-                timeout=self.timeout,
-                cache=self.cache,
-                suggest=False,
-                **self.kwargs,
+            return Begun(
+                plan,
+                PendingReport(
+                    self.step,
+                    self.args,
+                    self.kwargs,
+                    target=self.target,
+                    donate_argnums=self.donate_argnums,
+                    static_argnums=self.static_argnums,
+                    compiler_options=self.compiler_options,
+                    timeout=self.timeout,
+                    cache=self.cache,
+                ),
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A step under a plan whose report is on its way."""
+
+    plan: StepPlan
+    pending: PendingReport
+
+    def answered(self, seconds: float) -> bool:
+        """Whether `result` need not wait for a compiler, after waiting for at most so long."""
+        return self.pending.answered(seconds)
+
+    def stop(self) -> None:
+        """End the compiler: nobody wants the report."""
+        self.pending.stop()
+
+    def result(self) -> MemoryReport:
+        """The report; asked for once."""
+        with following(self.plan):
+            return self.pending.result()

@@ -10,6 +10,7 @@ of them and the next faster one the search goes on among all that there are.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from jaxmem import targets
@@ -22,14 +23,15 @@ from jaxmem.errors import (
     check_seconds,
     warn,
 )
-from jaxmem.fitting.compile_request import CompileRequest, rematerialised
+from jaxmem.fitting.compile_request import Begun, CompileRequest, rematerialised
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.shortfall import shortfall
 from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
 from jaxmem.report.report import MemoryReport
-from jaxmem.solve.search import refine, search
+from jaxmem.solve.search import Searched, SearchResult, refine, search, upcoming
 from jaxmem.solve.steps import StepCandidate
+from jaxmem.targets import CompileError
 
 
 def fit(
@@ -46,6 +48,7 @@ def fit(
     compiler_options: dict[str, Any] | None = None,
     timeout: float = 900.0,
     cache: bool = True,
+    workers: int = 2,
     progress: bool = True,
     **kwargs: Any,
 ) -> Fitted:
@@ -77,6 +80,8 @@ def fit(
       compiler_options: passed to the compiler.
       timeout: seconds after which one compile for a named target is stopped.
       cache: whether to read and write compiled figures on disk (for named targets).
+      workers: how many plans may be compiled at once for a named target: where one takes long, the
+        plans that will likely be asked for next are begun meanwhile.  The answer is the same.
       progress: whether to say on stderr what each compile came to.
       **kwargs: arrays, passed on to `step` by name.
 
@@ -112,6 +117,7 @@ def fit(
     check_flags(allow_offload=allow_offload, cache=cache, progress=progress)
     budget = parse_size(budget, "budget")
     max_compiles = check_positive("max_compiles", max_compiles)
+    workers = check_positive("workers", workers)
     if max_seconds is not None:
         check_seconds("max_seconds", max_seconds)
     ask = CompileRequest(
@@ -122,11 +128,11 @@ def fit(
         say.doing("tracing the step, and planning what is decorated in it")
         problem = build_problem(ask, allow_offload, cost)
         say.planned(max_compiles, f"budget {size(budget)}")
-        tried = _Tried(ask, budget, say, deadline)
-        try:
-            problem, best, closed = _searched(problem, tried, budget, max_compiles)
-        except _OutOfTime:
-            best, closed = tried.best(problem), False
+        with _Tried(ask, budget, say, deadline, workers) as tried:
+            try:
+                problem, best, closed = _searched(problem, tried, budget, max_compiles)
+            except _OutOfTime:
+                best, closed = tried.best(problem), False
     seen = tried.seen(problem)
     if best is None:
         least = min(seen, key=lambda candidate: seen[candidate])
@@ -154,6 +160,8 @@ def fit(
 
 # ---------------------------------------------------------------- implementation
 
+# Seconds after which a compilation takes long.
+_PATIENCE = 4.0
 # So much of what a budget leaves for temporaries may stay unused.
 _UNUSED = 0.02
 # Where more does, faster plans are tried that are expected to need no more than so much of it.
@@ -166,21 +174,36 @@ class _OutOfTime(Exception):
 
 
 class _Tried:
-    """What the compiler says of plans of one step, each asked for once.
+    """What the compiler says of plans of one step, each asked for once; a context manager.
 
     Attributes:
       reports: in the order in which they were asked for.
     """
 
     def __init__(
-        self, ask: CompileRequest, budget: int, say: Progress, deadline: float | None
+        self,
+        ask: CompileRequest,
+        budget: int,
+        say: Progress,
+        deadline: float | None,
+        workers: int,
     ) -> None:
         self.reports: dict[StepCandidate, MemoryReport] = {}
+        self._told: dict[StepCandidate, int] = {}
+        self._begun: dict[StepCandidate, Begun] = {}
         self._ask, self._budget, self._say, self._deadline = ask, budget, say, deadline
+        self._workers = workers
 
-    def on(self, problem: StepProblem) -> Callable[[int], int]:
-        """What `search` asks: bytes of a candidate of this front."""
-        return lambda candidate: self._compiled(problem, candidate)
+    def __enter__(self) -> "_Tried":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for begun in self._begun.values():
+            begun.stop()
+
+    def run(self, problem: StepProblem, searched: Searched) -> SearchResult:
+        """A search of this front, answered by the compiler."""
+        return searched(lambda candidate: self.compiled(problem, candidate, searched))
 
     def report(self, problem: StepProblem, candidate: int) -> MemoryReport:
         return self.reports[problem.front[candidate]]
@@ -203,26 +226,53 @@ class _Tried:
             known, key=lambda k: (self.report(problem, k).matmul_flops or 0, k), default=None
         )
 
-    # ------------------------------------------------------------ implementation
+    def compiled(
+        self, problem: StepProblem, candidate: int, searched: Searched | None = None
+    ) -> int:
+        """Bytes of a candidate, as a search is told.
 
-    def _compiled(self, problem: StepProblem, candidate: int) -> int:
+        Args:
+          searched: the search, whose next questions may be compiled meanwhile.
+        """
         late = self._deadline is not None and time.monotonic() > self._deadline
         if late and self.best(problem) is not None:
             raise _OutOfTime
         budget, what = self._budget, f"plan {candidate + 1} of {len(problem.front)}"
         self._say.doing(f"compiling {what}")
-        report = problem.report(self._ask, candidate)
-        self.reports[problem.front[candidate]] = report
+        report = self._reported(problem, candidate, searched)
+        own = problem.front[candidate]
+        self.reports[own] = report
         needed = report.required_bytes
         verdict = "fits" if needed <= budget else f"{size(needed - budget)} too much"
         if needed <= budget and rematerialised(report):
             verdict = "fits, as the compiler itself computes more of it again"
             needed = budget + 1  # as it was asked for it is too large
+        self._told[own] = needed
         self._say(
-            f"fit: {what} needs {size(needed)} "
+            f"fit: {what} needs {size(report.required_bytes)} "
             f"(predicted {size(problem.predicted[candidate])}): {verdict}"
         )
         return needed
+
+    # ------------------------------------------------------------ implementation
+
+    def _reported(
+        self, problem: StepProblem, candidate: int, searched: Searched | None
+    ) -> MemoryReport:
+        likely: dict[StepCandidate, int] = {}
+        if searched is not None and self._workers > 1:
+            known = {k: self._told[one] for k, one in enumerate(problem.front) if one in self._told}
+            found = upcoming(searched, problem.predicted, self._budget, known, self._workers)
+            likely = {problem.front[k]: k for k in found if k != candidate}
+        begun = self._begun.pop(problem.front[candidate], None)
+        for one in self._begun.keys() - likely.keys():
+            self._begun.pop(one).stop()
+        begun = begun or problem.begin(self._ask, candidate)
+        if not begun.answered(_PATIENCE):
+            for one in likely.keys() - self._begun.keys():
+                with suppress(CompileError):  # told of if it is asked for
+                    self._begun[one] = problem.begin(self._ask, likely[one])
+        return begun.result()
 
 
 def _searched(
@@ -234,7 +284,7 @@ def _searched(
     faster one, and then, where much of the budget stays unused, on faster ones that could be
     smaller than they are predicted to be.
     """
-    found = search(problem.predicted, budget, tried.on(problem), most)
+    found = tried.run(problem, lambda told: search(problem.predicted, budget, told, most))
     best, left = tried.best(problem), most - len(found.seen)
     if not best or best != found.candidate:
         return problem, best, found.closed
@@ -261,7 +311,7 @@ def _probed(
             return None
         faster.remove(place)
         try:
-            seen[place] = tried.on(problem)(place)
+            seen[place] = tried.compiled(problem, place)
         except _OutOfTime:
             return None
         if seen[place] <= budget:
@@ -283,7 +333,9 @@ def _refined(
     enough = _part(_UNUSED, budget, report)
     seen = tried.seen(finer)
     try:
-        again = refine(finer.predicted, budget, tried.on(finer), seen, left, enough)
+        again = tried.run(
+            finer, lambda told: refine(finer.predicted, budget, told, seen, left, enough)
+        )
     except _OutOfTime:
         known = tried.best(finer)
         assert known is not None  # the slowest of these fits

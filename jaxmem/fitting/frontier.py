@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from jaxmem._util.files import write_whole
 from jaxmem._util.shown import picture
 from jaxmem._util.text import change, columns, duration, size
 from jaxmem.errors import check_flags, check_positive
-from jaxmem.fitting.compile_request import CompileRequest, rematerialised
+from jaxmem.fitting.compile_request import Begun, CompileRequest, rematerialised
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.step_plan import StepPlan
-from jaxmem.fitting.step_problem import Cost, build_problem
+from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
 from jaxmem.report.report import MemoryReport
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ def frontier(
     compiler_options: dict[str, Any] | None = None,
     timeout: float = 900.0,
     cache: bool = True,
+    workers: int = 2,
     progress: bool = True,
     **kwargs: Any,
 ) -> Frontier:
@@ -187,6 +188,7 @@ def frontier(
       compiler_options: passed to the compiler.
       timeout: seconds after which one compile for a named target is stopped.
       cache: whether to read and write compiled figures on disk (for named targets).
+      workers: how many plans may be compiled at once for a named target.
       progress: whether to say on stderr what each compile came to.
       **kwargs: arrays, passed on to `step` by name.
 
@@ -207,7 +209,7 @@ def frontier(
     True
     """
     check_flags(allow_offload=allow_offload, cache=cache, progress=progress)
-    points = check_positive("points", points)
+    points, workers = check_positive("points", points), check_positive("workers", workers)
     if points < 2:
         raise ValueError(
             f"frontier: points={points}, but its two ends are two points; for a single plan use "
@@ -222,10 +224,11 @@ def frontier(
         problem = build_problem(ask, allow_offload, cost)
         chosen = spread(problem.predicted, points)
         say.planned(len(chosen), "frontier")
-        for number, candidate in enumerate(_ends_first(chosen), 1):
+        order = _ends_first(chosen)
+        for number, (candidate, report) in enumerate(_compiled(problem, ask, order, workers), 1):
             seen = {other: report.required_bytes for other, report in reports.items()}
             predicted[candidate] = problem.prediction(candidate, seen)
-            reports[candidate] = problem.report(ask, candidate)
+            reports[candidate] = report
             needs = size(reports[candidate].required_bytes)
             expected = size(predicted[candidate])
             say(f"frontier: {number} of {len(chosen)} needs {needs} (predicted {expected})")
@@ -285,6 +288,29 @@ def _ends_first(chosen: Sequence[int]) -> list[int]:
         low, high = max(itertools.pairwise(done), key=lambda gap: gap[1] - gap[0])
         order.append((low + high) // 2)
     return [chosen[place] for place in order]
+
+
+def _compiled(
+    problem: StepProblem, ask: CompileRequest, order: Sequence[int], workers: int
+) -> Iterator[tuple[int, MemoryReport]]:
+    """Reports of candidates, in this order; while one is compiled the next ones are begun."""
+    left = list(order)
+    begun: dict[int, Begun] = {}
+
+    def begin() -> None:
+        begun[left[0]] = problem.begin(ask, left[0])
+        left.pop(0)
+
+    try:
+        for candidate in order:
+            if candidate not in begun:
+                begin()
+            while left and len(begun) < workers and not begun[candidate].answered(0):
+                begin()
+            yield candidate, begun.pop(candidate).result()
+    finally:
+        for rest in begun.values():
+            rest.stop()
 
 
 def _beats(other: tuple[int, float], mine: tuple[int, float]) -> bool:

@@ -13,7 +13,7 @@ from jaxmem.estimate.compiler import of_platform as compiler_of
 from jaxmem.estimate.measured import Measured
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.collector import Collector
-from jaxmem.fitting.compile_request import CompileRequest
+from jaxmem.fitting.compile_request import Begun, CompileRequest
 from jaxmem.fitting.fitted import Planned
 from jaxmem.fitting.regions import Region, UnrolledRegion
 from jaxmem.fitting.step_plan import StepPlan
@@ -80,7 +80,11 @@ class StepProblem:
         )
 
     def report(self, ask: CompileRequest, candidate: int) -> MemoryReport:
-        return ask.report(self.plan(candidate))
+        return self.begin(ask, candidate).result()
+
+    def begin(self, ask: CompileRequest, candidate: int) -> Begun:
+        """The step under a plan, its report on the way."""
+        return ask.begin(self.plan(candidate))
 
     def prediction(self, candidate: int, seen: dict[int, int]) -> int:
         """Bytes predicted for a candidate, given what the others that were compiled came to."""

@@ -4,7 +4,7 @@ The headline is `required_bytes`, arguments + outputs - aliased + temporaries:
 what must be allocated on a device, on every backend.  The compiler's
 `peak_bytes` is secondary, since each backend counts other things in it.
 
-This module holds the numbers, their JSON and their arithmetic; `jaxmem.report.memory`
+This module holds the numbers, their JSON and their arithmetic; `jaxmem.report.figures`
 makes reports, `jaxmem.show` displays them.
 """
 

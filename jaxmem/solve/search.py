@@ -150,6 +150,61 @@ def refine(
     return SearchResult(high, known, known.get(high - 1, budget) > budget)
 
 
+Searched = Callable[[Callable[[int], int]], SearchResult]
+
+
+def upcoming(
+    searched: Searched,
+    predicted: Sequence[int],
+    budget: int,
+    seen: Mapping[int, int],
+    most: int,
+) -> list[int]:
+    """What a search will ask for next, and then, the likeliest first.
+
+    Each answer is taken to be what is expected, or else on the other side of the budget.
+
+    Args:
+      searched: the search, given what answers it.
+      predicted, budget: as there.
+      seen: what it was told until now, by candidate.
+      most: so many candidates are of interest.
+
+    >>> def searched(answer):
+    ...     return search([95, 85, 75, 65, 55, 45], 72, answer)
+    >>> upcoming(searched, [95, 85, 75, 65, 55, 45], 72, {}, 3)
+    [3, 2, 4]
+    """
+    found: list[int] = []
+    paths = [dict(seen)]
+    while paths and len(found) < most:
+        known = paths.pop(0)
+        try:
+            searched(lambda candidate, known=known: _told(known, candidate))
+        except _Unknown as unknown:
+            asked = unknown.candidate
+        else:
+            continue
+        if asked not in found:
+            found.append(asked)
+        likely = expected(asked, predicted, known)
+        other = budget + 1 if likely <= budget else budget
+        paths += [{**known, asked: likely}, {**known, asked: other}]
+    return found
+
+
+class _Unknown(Exception):
+    def __init__(self, candidate: int) -> None:
+        super().__init__(candidate)
+        self.candidate = candidate
+
+
+def _told(known: Mapping[int, int], candidate: int) -> int:
+    if candidate not in known:
+        raise _Unknown(candidate)
+    return known[candidate]
+
+
 # Predictions are this far off at times: by this much a plan has to be predicted to be smaller than
 # the budget to be the only one that is asked for.
 _ROOM = 1.25

@@ -5,6 +5,7 @@ from jaxmem.targets.catalog import by_device_kind as by_device_kind
 from jaxmem.targets.catalog import catalog as catalog
 from jaxmem.targets.catalog import load as load
 from jaxmem.targets.catalog import target as target
+from jaxmem.targets.client import Compilation as Compilation
 from jaxmem.targets.client import CompileError as CompileError
 from jaxmem.targets.client import CompilerOutput as CompilerOutput
 from jaxmem.targets.client import compile_for as compile_for

@@ -6,11 +6,12 @@ happened, and the next call gets a fresh worker.  Workers are kept for further
 calls, since starting one and loading jax takes a second or more.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,21 +70,8 @@ class CompileError(RuntimeError):
         self.log = log
 
 
-# ---------------------------------------------------------------- API
-
-
-def compile_for(
-    target: Target,
-    exported: bytes,
-    *,
-    donate: Sequence[int] = (),
-    mesh_axes: Mapping[str, int] | Sequence[tuple[str, int]] | None = None,
-    memory_kinds: tuple[Sequence[str | None], Sequence[str | None]] | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
-    generate_code: bool = False,
-    timeout: float = 900.0,
-) -> CompilerOutput:
-    """Compile a program for a target, until its buffers are assigned.
+class Compilation:
+    """A program that is compiled for a target, meanwhile, until its buffers are assigned.
 
     Args:
       target: what to compile for.
@@ -97,36 +85,79 @@ def compile_for(
       timeout: seconds, after which the compiler is killed.
 
     Raises:
-      CompileError: the compiler is not installed, crashed, took too long or refused the program.
+      CompileError: the compiler is not installed, or ended at once.
       ValueError: the mesh does not have this target's number of devices.
     """
-    if missing := target.missing():
-        raise CompileError("; ".join(missing))
-    axes = [list(axis) for axis in (dict(mesh_axes).items() if mesh_axes else ())]
-    if axes and math.prod(size for _, size in axes) != target.devices:
-        raise ValueError(
-            f"the mesh {' × '.join(f'{name}={size}' for name, size in axes)} does not match the "
-            f"{target.devices} device(s) of this target; pass target.with_devices(…)"
-        )
-    request = {
-        "do": "compile",
-        "topology": target.topology,
-        "devices": target.devices,
-        "donate": list(donate),
-        "mesh_axes": axes,
-        "memory_kinds": memory_kinds and [list(kinds) for kinds in memory_kinds],
-        "options": dict(compiler_options or {}),
-        "settings": settings(),
-        "generate_code": generate_code,
-        "room": round(_SURE * target.memory) if target.platform == "tpu" else None,
-    }
-    deadline = time.monotonic() + timeout
-    with pool.borrowed(target.platform) as worker:
+
+    def __init__(
+        self,
+        target: Target,
+        exported: bytes,
+        *,
+        donate: Sequence[int] = (),
+        mesh_axes: Mapping[str, int] | Sequence[tuple[str, int]] | None = None,
+        memory_kinds: tuple[Sequence[str | None], Sequence[str | None]] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+        generate_code: bool = False,
+        timeout: float = 900.0,
+    ) -> None:
+        if missing := target.missing():
+            raise CompileError("; ".join(missing))
+        axes = [list(axis) for axis in (dict(mesh_axes).items() if mesh_axes else ())]
+        if axes and math.prod(size for _, size in axes) != target.devices:
+            raise ValueError(
+                f"the mesh {' × '.join(f'{name}={size}' for name, size in axes)} does not match "
+                f"the {target.devices} device(s) of this target; pass target.with_devices(…)"
+            )
+        request = {
+            "do": "compile",
+            "topology": target.topology,
+            "devices": target.devices,
+            "donate": list(donate),
+            "mesh_axes": axes,
+            "memory_kinds": memory_kinds and [list(kinds) for kinds in memory_kinds],
+            "options": dict(compiler_options or {}),
+            "settings": settings(),
+            "generate_code": generate_code,
+            "room": round(_SURE * target.memory) if target.platform == "tpu" else None,
+        }
+        self._target, self._timeout = target, timeout
+        self._deadline = time.monotonic() + timeout
+        with contextlib.ExitStack() as lent:
+            self._worker = lent.enter_context(pool.borrowed(target.platform))
+            with self._explained():
+                self._worker.begin(request, exported)
+            self._lent = lent.pop_all()  # until there is an answer, or nobody waits for it
+
+    def answered(self, seconds: float) -> bool:
+        """Whether `output` need not wait any more, after waiting for at most so long."""
+        return self._worker.answered(seconds)
+
+    def output(self) -> CompilerOutput:
+        """What the compiler came to; asked for once.
+
+        Raises:
+          CompileError: it crashed, took too long or refused the program.
+        """
+        with self._lent, self._explained():
+            reply = self._worker.finish(self._deadline)
+        if "error" in reply:
+            raise CompileError(_why_refused(reply, self._target), _last(reply["log"]))
+        return _output(reply, self._target)
+
+    def stop(self) -> None:
+        """End the compiler: nobody wants the output."""
+        with contextlib.suppress(_Stopped), self._lent:
+            raise _Stopped
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        target = self._target
         try:
-            reply = worker.ask(request, exported, deadline)
+            yield
         except TimedOut as error:
             raise CompileError(
-                f"compiling for {target.name} took more than {timeout:g} s and was stopped; "
+                f"compiling for {target.name} took more than {self._timeout:g} s and was stopped; "
                 "pass timeout= for more, or compile with the layers in one lax.scan, whose body "
                 "is compiled once",
                 _last(error.log),
@@ -136,11 +167,29 @@ def compile_for(
         except OSError as error:
             raise CompileError(
                 f"the files for the compiler could not be written or read: {error}; is "
-                f"{worker.folder} on a full disk? TMPDIR sets the folder of such files"
+                f"{self._worker.folder} on a full disk? TMPDIR sets the folder of such files"
             ) from None
-    if "error" in reply:
-        raise CompileError(_why_refused(reply, target), _last(reply["log"]))
-    return _output(reply, target)
+
+
+class _Stopped(Exception):
+    """A compilation was given up."""
+
+
+# ---------------------------------------------------------------- API
+
+
+def compile_for(target: Target, exported: bytes, **options: Any) -> CompilerOutput:
+    """Compile a program for a target, and wait for it: a `Compilation`, and its output.
+
+    Args:
+      target, exported: as for `Compilation`.
+      **options: its keywords.
+
+    Raises:
+      CompileError: the compiler is not installed, crashed, took too long or refused the program.
+      ValueError: the mesh does not have this target's number of devices.
+    """
+    return Compilation(target, exported, **options).output()
 
 
 def warm_up(target: Target) -> None:

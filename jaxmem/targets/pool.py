@@ -65,6 +65,7 @@ class Worker:
         self.folder = tempfile.mkdtemp(prefix="jaxmem-")
         self.pending = 0
         self._unread = b""
+        self._begun = 0
         with open(os.path.join(self.folder, "log"), "wb") as log:
             self.process = subprocess.Popen(
                 [
@@ -91,45 +92,71 @@ class Worker:
         self.pending += 1
 
     def ask(self, request: dict[str, Any], program: bytes, deadline: float) -> dict[str, Any]:
-        """Compile a program, and read the answer and the texts.
+        """Compile a program: `begin`, and `finish`."""
+        self.begin(request, program)
+        return self.finish(deadline)
+
+    def begin(self, request: dict[str, Any], program: bytes) -> None:
+        """Have a program compiled; `finish` waits for it.
+
+        Raises:
+          Died: the worker has ended.
+          OSError: a file could not be written.
+        """
+        with open(self._program, "wb") as file:
+            file.write(program)
+        self._begun = os.path.getsize(self._log)
+        try:
+            self.send({**request, "program": self._program})
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def answered(self, seconds: float) -> bool:
+        """Whether `finish` need not wait any more, after waiting for at most so long."""
+        deadline = time.monotonic() + seconds
+        try:
+            while self._unread.count(b"\n") < self.pending:
+                if not self._read_on(deadline):
+                    return False
+        except Died:  # as `finish` will say
+            pass
+        return True
+
+    def finish(self, deadline: float) -> dict[str, Any]:
+        """The answer to what was begun, and the texts.
 
         Raises:
           Died, TimedOut: there is no answer; the worker cannot be used again.
-          OSError: a file could not be written or read.
+          OSError: a file could not be read.
         """
-        path = os.path.join(self.folder, "program")
-        with open(path, "wb") as file:
-            file.write(program)
-        start = os.path.getsize(self._log)
-        try:
-            self.send({**request, "program": path})
-        except BrokenPipeError:
-            raise self._died() from None
         reply: dict[str, Any] = {}
         while self.pending:
-            reply = self._receive(deadline)
+            while b"\n" not in self._unread:
+                if not self._read_on(deadline):
+                    raise TimedOut(self.log())
+            line, _, self._unread = self._unread.partition(b"\n")
+            reply = json.loads(line)
             self.pending -= 1
-        os.unlink(path)
+        os.unlink(self._program)
         texts = {}
         for name in reply.get("texts", ()):
             with open(os.path.join(self.folder, name), encoding="utf-8") as file:
                 texts[name] = file.read()
             os.unlink(os.path.join(self.folder, name))
-        return {**reply, "texts": texts, "log": self.log(start)}
+        return {**reply, "texts": texts, "log": self.log(self._begun)}
 
-    def _receive(self, deadline: float) -> dict[str, Any]:
+    def _read_on(self, deadline: float) -> bool:
+        """More of what it answers; False if there was nothing in time."""
         assert self.process.stdout is not None
         descriptor = self.process.stdout.fileno()
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(max(deadline - time.monotonic(), 0)):
-                    raise TimedOut(self.log())
-                if not (data := os.read(descriptor, 1 << 16)):
-                    raise self._died()
-                self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
+            if not selector.select(max(deadline - time.monotonic(), 0)):
+                return False
+        if not (data := os.read(descriptor, 1 << 16)):
+            raise self._died()
+        self._unread += data
+        return True
 
     def _died(self) -> Died:
         try:
@@ -138,6 +165,10 @@ class Worker:
             self.stop()
             self.process.wait()
         return Died(self.process.returncode, self.log())
+
+    @property
+    def _program(self) -> str:
+        return os.path.join(self.folder, "program")
 
     @property
     def _log(self) -> str:

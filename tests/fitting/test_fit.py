@@ -28,7 +28,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from jaxmem import BudgetError, JaxmemWarning, Plan
-from jaxmem.fitting.compile_request import CompileRequest, rematerialised
+from jaxmem.fitting.compile_request import Begun, CompileRequest, rematerialised
+from jaxmem.targets.pool import pool
 from jaxmem.trace import context
 
 MIB = 2**20
@@ -68,6 +69,9 @@ step = jax.value_and_grad(marked)
 plain = jax.value_and_grad(model)
 
 
+compiled = CompileRequest.begin  # without the memory of `remembered`
+
+
 def fit(step: Callable[..., Any], *args: Any, budget: int | str, **options: Any) -> jaxmem.Fitted:
     options = {"compiler_options": QUICK, "progress": False, **options}
     return jaxmem.fit(step, *args, budget=budget, **options)
@@ -93,18 +97,30 @@ def least_and_most() -> tuple[int, int]:
 def remembered() -> Iterator[None]:
     """Compiles of a plan that was compiled before, for the same step, are looked up."""
     known: dict[Any, Any] = {}
-    compiled = CompileRequest.report
 
-    def report(self: CompileRequest, plan: jaxmem.StepPlan) -> jaxmem.MemoryReport:
+    def looked_up(self: CompileRequest, plan: jaxmem.StepPlan) -> Answered:
         others = (self.args, self.kwargs, self.donate_argnums, self.static_argnums)
         key = self.step, self.target, str((*others, self.compiler_options)), plan
         if key not in known:
-            known[key] = compiled(self, plan)
-        return known[key]
+            known[key] = compiled(self, plan).result()
+        return Answered(known[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompileRequest, "report", report)
+        patch.setattr(CompileRequest, "begin", looked_up)
         yield
+
+
+@dataclasses.dataclass
+class Answered:
+    """A report that is there."""
+
+    report: jaxmem.MemoryReport
+
+    def answered(self, seconds: float) -> bool:
+        return True
+
+    def result(self) -> jaxmem.MemoryReport:
+        return self.report
 
 
 def extra(fitted: jaxmem.Fitted) -> float:
@@ -276,20 +292,20 @@ def _short_of_memory(
     monkeypatch: pytest.MonkeyPatch, work: float, candidates: int | None = None
 ) -> list[jaxmem.MemoryReport]:
     """Have the compiler say of the first plans that it recomputed more than was asked for."""
-    compiled, first = CompileRequest.report, front()
+    begin, first = CompileRequest.begin, front()
     plans = [first.plan(candidate) for candidate in range(len(first.front))][:candidates]
     told: list[jaxmem.MemoryReport] = []
 
-    def report(self: CompileRequest, plan: jaxmem.StepPlan) -> jaxmem.MemoryReport:
-        found = compiled(self, plan)
+    def short(self: CompileRequest, plan: jaxmem.StepPlan) -> Answered:
+        found = begin(self, plan).result()
         if plan in plans:
             lint = jaxmem.Lint("compiler-remat", "it is at the limit", "choose a policy")
             done = round((found.matmul_flops or 0) * work)
             found = dataclasses.replace(found, lints=(*found.lints, lint), matmul_flops=done)
         told.append(found)
-        return found
+        return Answered(found)
 
-    monkeypatch.setattr(CompileRequest, "report", report)
+    monkeypatch.setattr(CompileRequest, "begin", short)
     return told
 
 
@@ -698,6 +714,28 @@ def test_explain_speaks_in_the_users_names_and_lines() -> None:
 
 
 # ---------------------------------------------------------------- what is left is spent
+
+
+def test_what_will_be_asked_next_is_compiled_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    least, most = (front().predicted[k] for k in (-1, 0))
+    options: dict[str, Any] = {"budget": (2 * least + most) // 3, "target": "h100-80g"}
+    alone = jaxmem.fit(step, *specs(), workers=1, progress=False, **options)
+    begun = []
+
+    class Slow(Begun):
+        def answered(self, seconds: float) -> bool:
+            return False
+
+    def slow(self: CompileRequest, plan: jaxmem.StepPlan) -> Begun:
+        begun.append(plan)
+        return Slow(plan, compiled(self, plan).pending)
+
+    monkeypatch.setattr(CompileRequest, "begin", slow)
+    together = jaxmem.fit(step, *specs(), workers=3, progress=False, **options)
+    assert together.plan == alone.plan
+    assert together.compiles == alone.compiles > 1
+    assert len(begun) == len(set(begun)) > together.compiles  # the last question had a next one
+    assert not any(worker.pending for worker in pool._all)
 
 
 @pytest.mark.parametrize("share", [0.8, pytest.param(0.5, marks=pytest.mark.slow), 0.3])

@@ -455,6 +455,31 @@ def test_worker_killed_while_compiling():
     assert targets.compile_for(target, small("gpu")).stats
 
 
+def test_two_compilations_at_once_and_one_that_nobody_wants():
+    target = targets.target("h100-80g")
+    expected = targets.compile_for(target, small("gpu")).stats
+    long = targets.Compilation(target, slow("gpu"), generate_code=True)
+    quick = targets.Compilation(target, small("gpu"))
+    assert quick.answered(60)
+    assert not long.answered(0)
+    (worker,) = set(busy()) - {quick._worker}
+    assert quick.output().stats == expected
+    long.stop()
+    assert not busy()
+    assert not os.path.exists(worker.folder)
+    assert targets.compile_for(target, small("gpu")).stats == expected
+
+
+def test_a_worker_that_dies_has_answered():
+    target = targets.target("h100-80g")
+    begun = targets.Compilation(target, slow("gpu"), generate_code=True)
+    os.kill(begun._worker.process.pid, signal.SIGKILL)
+    assert begun.answered(10)
+    with pytest.raises(CompileError, match=r"was killed \(SIGKILL\)"):
+        begun.output()
+    assert not busy()
+
+
 @pytest.mark.parametrize("name", ["h100-80g", "v5e-16g"])
 def test_timeout(name):
     target = targets.target(name)
@@ -482,7 +507,7 @@ def test_interrupt_ends_the_worker(mine, monkeypatch):
         assert mine._all == [worker]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Worker, "_receive", interrupted)
+    monkeypatch.setattr(Worker, "_read_on", interrupted)
     with pytest.raises(KeyboardInterrupt):
         targets.compile_for(targets.target("h100-80g"), small("gpu"))
     assert mine._all == []
