@@ -25,6 +25,9 @@ class Compiler:
         written; see `jaxmem.estimate.liveness.by_library`.
       swaps_operands: for some of these both operands are copied; see
         `jaxmem.estimate.liveness.copied_to_swap`.
+      turns_operands: products read copies of operands whose axes they need in another order, so
+        that outside of loops these are not in memory themselves; see
+        `jaxmem.estimate.liveness.read_turned`.
     """
 
     writes_in_place: bool = True
@@ -38,11 +41,12 @@ class Compiler:
     copies_parts: bool = False
     calls_libraries: bool = False
     swaps_operands: bool = False
+    turns_operands: bool = False
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
 ANY = Compiler()
-GPU = Compiler(calls_libraries=True, swaps_operands=True)
+GPU = Compiler(calls_libraries=True, swaps_operands=True, turns_operands=True)
 TPU = Compiler(
     fuses_operands=True,
     rounds_operands=True,

@@ -138,15 +138,47 @@ def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any]
 def read_by_kernels(jaxpr: Any) -> set[Any]:
     """What kernels take, and what that is a view of."""
     found: set[Any] = set()
-    views: dict[Any, Any] = {}
+    views = _views_in(jaxpr)
     for eqn in jaxpr.eqns:
-        kind = _kind(eqn)
-        if kind == "view" and eqn.invars and _jax.is_var(eqn.invars[0]):
-            views.update((var, eqn.invars[0]) for var in eqn.outvars)
-        if kind == "kernel":
+        if _kind(eqn) == "kernel":
             for atom in filter(_jax.is_var, eqn.invars):
                 found.update(_behind_views(atom, views))
     return found
+
+
+def _views_in(jaxpr: Any) -> dict[Any, Any]:
+    """What each value is a view of, of those that are one."""
+    return {
+        var: eqn.invars[0]
+        for eqn in jaxpr.eqns
+        if _kind(eqn) == "view" and eqn.invars and _jax.is_var(eqn.invars[0])
+        for var in eqn.outvars
+    }
+
+
+def read_turned(jaxpr: Any) -> set[Any]:
+    """Values that kernels take in another order of axes only, so that they have a copy of them.
+
+    Such are operands of products whose batch axes are not the leading ones: queries and keys of
+    several heads.
+    """
+    turned: set[Any] = set()
+    straight: set[Any] = set()
+    views = _views_in(jaxpr)
+    for eqn in jaxpr.eqns:
+        if _kind(eqn) == "kernel":
+            for atom, in_order in zip(eqn.invars, _in_order(eqn), strict=True):
+                if _jax.is_var(atom):
+                    (straight if in_order else turned).update(_behind_views(atom, views))
+            straight.update(eqn.outvars)
+    return turned - straight
+
+
+def _in_order(eqn: Any) -> list[bool]:
+    """For each operand of a kernel, whether it is read as it lies."""
+    if eqn.primitive.name != "dot_general":
+        return [True] * len(eqn.invars)
+    return [axes == tuple(range(len(axes))) for axes in eqn.params["dimension_numbers"][1]]
 
 
 def layout_copies(jaxpr: Any) -> set[Any]:

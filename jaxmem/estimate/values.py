@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from jaxmem import _jax
-from jaxmem.estimate.liveness import in_memory
+from jaxmem.estimate.liveness import in_memory, read_turned
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.solve.problem import Graph, Operation
 from jaxmem.trace.layer import Layer, free_values, nbytes
@@ -45,11 +45,21 @@ class LayerValue:
 # ---------------------------------------------------------------- API
 
 
-def graph_of(layer: Layer, roofline: Roofline, offload: bool = False) -> Graph:
-    """The values of a layer and their makers, indices being places in `layer.values`."""
+def graph_of(
+    layer: Layer, roofline: Roofline, offload: bool = False, in_loop: bool = True
+) -> Graph:
+    """The values of a layer and their makers, indices being places in `layer.values`.
+
+    Args:
+      in_loop: whether what is kept is written into the stacks of a loop; else it may be in memory
+        anyway, and what it is made of as well.
+    """
     places = layer.places
     sizes = [nbytes(var.aval) for var in layer.values]
-    stored = in_memory(layer.linearised.jaxpr, roofline.compiler)
+    jaxpr = layer.linearised.jaxpr
+    stored = in_memory(jaxpr, roofline.compiler)
+    if roofline.compiler.turns_operands and not in_loop:
+        stored -= read_turned(jaxpr)
     free = frozenset(places[var] for var in free_values(layer) if var in places)
     operations = [
         Operation(

@@ -74,7 +74,7 @@ def segment_of(
       points: how many are looked for between the corners of their convex hull.
       looks: how many more, by what is live at the peak.
     """
-    graph = graph_of(layer, roofline, offload)
+    graph = graph_of(layer, roofline, offload, in_loop=False)
     names = {
         place
         for place, var in enumerate(layer.values)
@@ -93,7 +93,9 @@ def segment_of(
     if roofline.flops_only:
         # Where elementwise work is free, what keeps more of it and so needs less room while it is
         # reversed does not stand out: those choices are found by their time.
-        timed = graph_of(layer, dataclasses.replace(roofline, flops_only=False), offload)
+        timed = graph_of(
+            layer, dataclasses.replace(roofline, flops_only=False), offload, in_loop=False
+        )
         timed = dataclasses.replace(timed, keepable=graph.keepable, bytes=sizes)
         others = [(keep.kept, keep.offloaded) for keep in menu(timed, points=points)]
         known = {(keep.kept, keep.offloaded) for keep in found}

@@ -15,6 +15,7 @@ from jaxmem.estimate.liveness import (
     layout_copies,
     peak_live_bytes,
     read_rounded,
+    read_turned,
     rounded_where_made,
 )
 
@@ -193,6 +194,39 @@ def test_gradients_that_products_make_and_read_are_rounded_where_they_are_made()
 
     closed = jax.make_jaxpr(read_again)(X, X, X)
     assert rounded_where_made(closed.jaxpr, closed.jaxpr.invars[:1], TPU) == set()
+
+
+HEADS = jax.ShapeDtypeStruct((2, 8, 4, 16), "float32")
+
+
+@pytest.mark.parametrize(
+    ("scores", "turned"), [("bqhd,bkhd->bhqk", 2), ("bhqd,bkhd->bhqk", 1), ("bhqd,bhkd->bhqk", 0)]
+)
+def test_operands_whose_batch_axes_do_not_lead_are_copied(scores, turned):
+    def layer(x, y):
+        x, y = jnp.sin(x), jnp.cos(y)
+        if scores.startswith("bhqd"):
+            x = jnp.sin(x.reshape(2, 4, 8, 16))
+        if "bhkd" in scores:
+            y = jnp.cos(y.reshape(2, 4, 8, 16))
+        return jnp.einsum(scores, x, y)
+
+    found = read_turned(jax.make_jaxpr(layer)(HEADS, HEADS).jaxpr)
+    assert len(found) == turned
+
+
+def test_what_a_kernel_makes_or_reads_as_it_lies_is_in_memory_though_another_turns_it():
+    def layer(x, w):
+        made, read = (x @ w).reshape(2, 8, 4, 16), jnp.sin(x).reshape(2, 8, 4, 16)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", made, read)
+        return scores, jnp.sin(x) @ w
+
+    rows, weights = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 64), (64, 64)))
+    closed = jax.make_jaxpr(layer)(rows, weights)
+    product = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "dot_general")
+    found = read_turned(closed.jaxpr)
+    assert found
+    assert not found & {*product.outvars, *closed.jaxpr.invars}
 
 
 def test_what_products_read_transposed_is_laid_out_anew_with_all_that_it_follows_from():
