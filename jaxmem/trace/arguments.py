@@ -34,6 +34,7 @@ OPTIONS = [
     "progress",
     "static_argnums",
     "suggest",
+    "workers",
     "target",
     "timeout",
 ]
