@@ -34,9 +34,9 @@ OPTIONS = [
     "progress",
     "static_argnums",
     "suggest",
-    "workers",
     "target",
     "timeout",
+    "workers",
 ]
 
 
