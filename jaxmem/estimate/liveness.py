@@ -187,17 +187,15 @@ def layout_copies(jaxpr: Any) -> set[Any]:
     On TPUs a transposition is a layout: of the chain behind it, and so of all that it reads.
     """
     sources: dict[Any, frozenset[Any]] = {}
-    views: dict[Any, Any] = {}
+    views = _views_in(jaxpr)
     turned: set[Any] = set()
     found: set[Any] = set()
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
         kind = _kind(eqn)
         atoms = list(filter(_jax.is_var, eqn.invars))
-        if kind == "view" and atoms:
-            views.update((var, atoms[0]) for var in eqn.outvars)
-            if eqn.primitive.name == "transpose":
-                turned.update(eqn.outvars)
+        if eqn.primitive.name == "transpose":
+            turned.update(eqn.outvars)
         if kind in ("fused", "view"):
             behind = frozenset().union(*(sources.get(atom, frozenset([atom])) for atom in atoms))
             sources.update((var, behind) for var in eqn.outvars)

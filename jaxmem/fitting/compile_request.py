@@ -44,19 +44,15 @@ class CompileRequest:
             self.step, self.args, self.kwargs, self.donate_argnums, self.static_argnums, platform
         )
 
-    def report(self, plan: StepPlan) -> MemoryReport:
-        """The report of the step under a plan."""
-        return self.begin(plan).result()
-
     def begin(self, plan: StepPlan) -> "Begun":
-        """The same, traced, and being compiled if that is for a named target."""
+        """The step under a plan, traced, and being compiled if that is for a named target."""
         with following(plan):
             return Begun(
                 plan,
                 PendingReport(
-                    self.step,
-                    self.args,
-                    self.kwargs,
+                    fn=self.step,
+                    args=self.args,
+                    kwargs=self.kwargs,
                     target=self.target,
                     donate_argnums=self.donate_argnums,
                     static_argnums=self.static_argnums,

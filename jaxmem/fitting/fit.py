@@ -189,7 +189,6 @@ class _Tried:
         workers: int,
     ) -> None:
         self.reports: dict[StepCandidate, MemoryReport] = {}
-        self._told: dict[StepCandidate, int] = {}
         self._begun: dict[StepCandidate, Begun] = {}
         self._ask, self._budget, self._say, self._deadline = ask, budget, say, deadline
         self._workers = workers
@@ -240,39 +239,52 @@ class _Tried:
         budget, what = self._budget, f"plan {candidate + 1} of {len(problem.front)}"
         self._say.doing(f"compiling {what}")
         report = self._reported(problem, candidate, searched)
-        own = problem.front[candidate]
-        self.reports[own] = report
-        needed = report.required_bytes
-        verdict = "fits" if needed <= budget else f"{size(needed - budget)} too much"
-        if needed <= budget and rematerialised(report):
+        self.reports[problem.front[candidate]] = report
+        needed, told = report.required_bytes, self._told(report)
+        verdict = "fits" if told <= budget else f"{size(needed - budget)} too much"
+        if needed <= budget < told:
             verdict = "fits, as the compiler itself computes more of it again"
-            needed = budget + 1  # as it was asked for it is too large
-        self._told[own] = needed
         self._say(
-            f"fit: {what} needs {size(report.required_bytes)} "
+            f"fit: {what} needs {size(needed)} "
             f"(predicted {size(problem.predicted[candidate])}): {verdict}"
         )
-        return needed
+        return told
 
     # ------------------------------------------------------------ implementation
+
+    def _told(self, report: MemoryReport) -> int:
+        """Bytes as a search is told: what fits by the compiler's help alone is too large as it is.
+
+        A search would otherwise take it for the fastest.
+        """
+        needed = report.required_bytes
+        return max(needed, self._budget + 1) if rematerialised(report) else needed
 
     def _reported(
         self, problem: StepProblem, candidate: int, searched: Searched | None
     ) -> MemoryReport:
-        likely: dict[StepCandidate, int] = {}
+        own = problem.front[candidate]
+        if own not in self._begun:
+            self._begun[own] = problem.begin(self._ask, candidate)
+        if not self._begun[own].answered(_PATIENCE):
+            self._look_ahead(problem, candidate, searched)
+        report = self._begun[own].result()
+        del self._begun[own]  # only now: all that are begun are stopped if anything is raised
+        return report
+
+    def _look_ahead(self, problem: StepProblem, candidate: int, searched: Searched | None) -> None:
+        """Have what will likely be asked for next compiled meanwhile, and nothing else."""
+        likely = [candidate]
         if searched is not None and self._workers > 1:
-            known = {k: self._told[one] for k, one in enumerate(problem.front) if one in self._told}
-            found = upcoming(searched, problem.predicted, self._budget, known, self._workers)
-            likely = {problem.front[k]: k for k in found if k != candidate}
-        begun = self._begun.pop(problem.front[candidate], None)
-        for one in self._begun.keys() - likely.keys():
+            told = {k: self._told(self.report(problem, k)) for k in self.seen(problem)}
+            likely = upcoming(searched, problem.predicted, self._budget, told, self._workers)
+        wanted = {problem.front[k]: k for k in likely}
+        for one in self._begun.keys() - wanted.keys():
             self._begun.pop(one).stop()
-        begun = begun or problem.begin(self._ask, candidate)
-        if not begun.answered(_PATIENCE):
-            for one in likely.keys() - self._begun.keys():
+        for one, k in wanted.items():
+            if one not in self._begun:
                 with suppress(CompileError):  # told of if it is asked for
-                    self._begun[one] = problem.begin(self._ask, likely[one])
-        return begun.result()
+                    self._begun[one] = problem.begin(self._ask, k)
 
 
 def _searched(

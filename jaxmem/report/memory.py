@@ -6,7 +6,7 @@ results are cached on disk.  For the attached backend ("local") it is compiled h
 since only the process that has initialised a GPU can use it.
 """
 
-import functools
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -82,9 +82,9 @@ def memory_report(
     (4194304, {'x': 4194304})
     """
     return PendingReport(
-        fn,
-        args,
-        kwargs,
+        fn=fn,
+        args=args,
+        kwargs=kwargs,
         target=target,
         donate_argnums=donate_argnums,
         static_argnums=static_argnums,
@@ -96,72 +96,60 @@ def memory_report(
     ).result()
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class PendingReport:
     """A report whose program is traced, and is being compiled if that is for a named target.
 
-    Args: as for `memory_report`.
+    Attributes: the arguments of `memory_report`.
 
     Raises: what `memory_report` does before the compiler has an answer.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        target: "str | targets.Target",
-        donate_argnums: int | Sequence[int],
-        static_argnums: int | Sequence[int],
-        compiler_options: dict[str, Any] | None,
-        timeout: float,
-        cache: bool,
-        generate_code: bool = False,
-        suggest: bool = False,
-    ) -> None:
-        if not callable(fn):
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: "str | targets.Target"
+    donate_argnums: int | Sequence[int]
+    static_argnums: int | Sequence[int]
+    compiler_options: dict[str, Any] | None
+    timeout: float
+    cache: bool
+    generate_code: bool = False
+    suggest: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
             raise TypeError(
-                f"memory_report takes a function and its arguments, got {fn!r} of type "
-                f"{type(fn).__name__} as the function; pass memory_report(fn, *args), not "
+                f"memory_report takes a function and its arguments, got {self.fn!r} of type "
+                f"{type(self.fn).__name__} as the function; pass memory_report(fn, *args), not "
                 "fn(*args)"
             )
         _check_options(
-            target=(target, str | targets.Target | os.PathLike, "the name of a target"),
-            compiler_options=(compiler_options, dict | None, "a dict"),
-            generate_code=(generate_code, bool, "True or False"),
-            timeout=(timeout, int | float, "a number of seconds"),
-            cache=(cache, bool, "True or False"),
-            suggest=(suggest, bool, "True or False"),
+            target=(self.target, str | targets.Target | os.PathLike, "the name of a target"),
+            compiler_options=(self.compiler_options, dict | None, "a dict"),
+            generate_code=(self.generate_code, bool, "True or False"),
+            timeout=(self.timeout, int | float, "a number of seconds"),
+            cache=(self.cache, bool, "True or False"),
+            suggest=(self.suggest, bool, "True or False"),
         )
-        options = checked(compiler_options)
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
-        absent = None if target == "local" else targets.target(target)
+        options = checked(self.compiler_options)
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout}")
+        absent = None if self.target == "local" else targets.target(self.target)
         if absent is None:
-            _check_present((args, kwargs))
+            _check_present((self.args, self.kwargs))
         else:
             targets.warm_up(absent)  # while this process traces
         platform = None if absent is None else absent.platform
-        self.program = Program(fn, args, kwargs, donate_argnums, static_argnums, platform)
-        self._compiling = (
-            Here(self.program, options)
-            if absent is None
-            else Elsewhere(self.program, absent, options, timeout, cache, generate_code)
+        self._program = Program(
+            self.fn, self.args, self.kwargs, self.donate_argnums, self.static_argnums, platform
         )
-        self._suggest = suggest
-        self._under = functools.partial(
-            memory_report,
-            fn,
-            *args,
-            target=target,
-            donate_argnums=donate_argnums,
-            static_argnums=static_argnums,
-            compiler_options=compiler_options,
-            generate_code=generate_code,
-            timeout=timeout,
-            cache=cache,
-            suggest=False,
-            **kwargs,
+        self._compiling = (
+            Here(self._program, options)
+            if absent is None
+            else Elsewhere(
+                self._program, absent, options, self.timeout, self.cache, self.generate_code
+            )
         )
 
     def answered(self, seconds: float) -> bool:
@@ -174,15 +162,15 @@ class PendingReport:
 
     def result(self) -> MemoryReport:
         """The report; asked for once."""
-        report = report_of(self.program, self._compiling.result())
+        report = report_of(self._program, self._compiling.result())
         if report.fits is not False:
             return report
 
         def under(policy: str, policy_options: dict[str, Any]) -> MemoryReport:
             with use_policy(policy, **policy_options):
-                return self._under()
+                return dataclasses.replace(self, suggest=False).result()
 
-        return advise(report, self.program, under if self._suggest else None)
+        return advise(report, self._program, under if self.suggest else None)
 
 
 # ---------------------------------------------------------------- implementation

@@ -85,16 +85,11 @@ class Worker:
             )
 
     def send(self, request: dict[str, Any]) -> None:
-        """Send a request; the next `ask` reads the answer."""
+        """Send a request; `finish` reads the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
         self.pending += 1
-
-    def ask(self, request: dict[str, Any], program: bytes, deadline: float) -> dict[str, Any]:
-        """Compile a program: `begin`, and `finish`."""
-        self.begin(request, program)
-        return self.finish(deadline)
 
     def begin(self, request: dict[str, Any], program: bytes) -> None:
         """Have a program compiled; `finish` waits for it.

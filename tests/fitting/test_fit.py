@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxmem
 from jaxmem import BudgetError, JaxmemWarning, Plan
 from jaxmem.fitting.compile_request import Begun, CompileRequest, rematerialised
-from jaxmem.targets.pool import pool
+from jaxmem.targets.pool import Worker, pool
 from jaxmem.trace import context
 
 MIB = 2**20
@@ -716,6 +716,27 @@ def test_explain_speaks_in_the_users_names_and_lines() -> None:
 # ---------------------------------------------------------------- what is left is spent
 
 
+def at_work() -> list[Worker]:
+    resting = [worker for workers in pool._resting.values() for worker in workers]
+    return [worker for worker in pool._all if worker not in resting]
+
+
+def test_an_interrupt_while_waiting_ends_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Begun):
+        def answered(self, seconds: float) -> bool:
+            raise KeyboardInterrupt
+
+    def begin(self: CompileRequest, plan: jaxmem.StepPlan) -> Begun:
+        return Interrupted(plan, compiled(self, plan).pending)
+
+    monkeypatch.setattr(CompileRequest, "begin", begin)
+    options: dict[str, Any] = {"target": "h100-80g", "cache": False, "progress": False}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        jaxmem.fit(step, *specs(), budget="1GiB", **options)
+    assert not at_work()
+    assert caught.traceback  # a debugger holds what was under way
+
+
 def test_what_will_be_asked_next_is_compiled_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     least, most = (front().predicted[k] for k in (-1, 0))
     options: dict[str, Any] = {"budget": (2 * least + most) // 3, "target": "h100-80g"}
@@ -735,7 +756,7 @@ def test_what_will_be_asked_next_is_compiled_meanwhile(monkeypatch: pytest.Monke
     assert together.plan == alone.plan
     assert together.compiles == alone.compiles > 1
     assert len(begun) == len(set(begun)) > together.compiles  # the last question had a next one
-    assert not any(worker.pending for worker in pool._all)
+    assert not at_work()
 
 
 @pytest.mark.parametrize("share", [0.8, pytest.param(0.5, marks=pytest.mark.slow), 0.3])

@@ -111,6 +111,11 @@ def test_every_row_compiles_or_says_why_not(name):
     assert {"jax", "jaxlib"} < set(found.versions)
 
 
+def asked(worker: Worker, request: dict[str, Any], program: bytes, seconds: float) -> Any:
+    worker.begin(request, program)
+    return worker.finish(time.monotonic() + seconds)
+
+
 def reply_of(topology: dict[str, Any], program: bytes) -> dict[str, Any]:
     """The answer of a worker, called directly."""
     request = {
@@ -124,7 +129,7 @@ def reply_of(topology: dict[str, Any], program: bytes) -> dict[str, Any]:
         "settings": {},
     }
     with pool.borrowed("gpu") as worker:
-        return worker.ask(request, program, time.monotonic() + 60)
+        return asked(worker, request, program, 60)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +534,7 @@ def test_worker_ends_when_idle():
     try:
         assert worker.process.wait(timeout=20) == 0
         with pytest.raises(Died) as caught:
-            worker.ask({"do": "warm", "topology": {}}, b"", time.monotonic() + 5)
+            asked(worker, {"do": "warm", "topology": {}}, b"", 5)
         assert caught.value.code == 0
     finally:
         worker.end()
