@@ -109,9 +109,9 @@ def gpt2(
 
 
 def gpt_neo(
-    layers: int = 24, width: int = 1024, batch: int = 8, length: int = 1024, words: int = 50257
+    layers: int = 12, width: int = 768, batch: int = 8, length: int = 1024, words: int = 50257
 ) -> Net:
-    """Of the size of GPT-2's: layers that attend to all, and to 256 tokens, in turn."""
+    """Of the small size: layers that attend to all, and to 256 tokens, in turn."""
     pairs = max(1, layers // 2)
     model = _model(
         "GPTNeo",
@@ -128,9 +128,9 @@ def gpt_neo(
 
 
 def bert(
-    layers: int = 24, width: int = 1024, batch: int = 16, length: int = 512, words: int = 30522
+    layers: int = 12, width: int = 768, batch: int = 32, length: int = 512, words: int = 30522
 ) -> Net:
-    """Of the large size, as a masked language model."""
+    """Of the base size, as a masked language model."""
     model = _model(
         "Bert",
         "ForMaskedLM",
