@@ -16,6 +16,8 @@ class Compiler:
         copy in the end.
       looks_inside: loops, branches and checkpoints need room of their own while they run.
       delays: what only the backward pass reads is computed there.
+      counts_operations: whether what is elementwise is kept or computed twice goes by the number of
+        its operations that are not cheap; else by what they cost, and by the bytes of an element.
       fuses_operands: matrix products compute what is elementwise in front of them themselves.
       rounds_operands: of what they read in float32, and nothing else reads, bfloat16 is stored.
       fuses_results: they make what follows from their result alone in the place of it.
@@ -34,6 +36,7 @@ class Compiler:
     splits_results: bool = True
     looks_inside: bool = True
     delays: bool = True
+    counts_operations: bool = False
     fuses_operands: bool = False
     rounds_operands: bool = False
     fuses_results: bool = False
@@ -48,6 +51,7 @@ class Compiler:
 ANY = Compiler()
 GPU = Compiler(calls_libraries=True, swaps_operands=True, turns_operands=True)
 TPU = Compiler(
+    counts_operations=True,
     fuses_operands=True,
     rounds_operands=True,
     fuses_results=True,

@@ -147,16 +147,16 @@ def without_checkpoint(
 
     Kept is what kernels read on the way there and on the way back.  What only the way back needs,
     masks and counts, is computed there.  All else that is elementwise a compiler recomputes by
-    itself, outside of loops, inside of what reads it, if at most `expensive` operations between
-    what is in memory and that are not cheap; so of the rest kept is the least from which it follows
-    by such operations.  In unrolled code the tanh of a gelu is recomputed; the one layer outside of
-    its loop is predicted better with none, but on TPUs.
+    itself, outside of loops, inside of what reads it, if the operations between what is in memory
+    and that cost at most `expensive` (see `_EXPENSIVE`); so of the rest kept is the least from
+    which it follows by such operations.  In unrolled code the exponential of a silu is recomputed;
+    the one layer outside of its loop is predicted better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)
     stored = _in_memory(layer, compiler)
     anyway = frozenset(unnamed[at] for at in _read_by_kernels_both_ways(layer, stored)) - graph.free
     late = _for_the_way_back(layer) if compiler.delays else frozenset()
-    repeated = _repeated(layer.linearised.jaxpr, stored, expensive) | late
+    repeated = _repeated(layer.linearised.jaxpr, stored, expensive, compiler) | late
     operations = tuple(
         Operation(
             inputs=tuple(sorted({unnamed[place] for place in one.inputs})),
@@ -184,15 +184,19 @@ def without_checkpoint(
 
 # ---------------------------------------------------------------- implementation
 
-# What compilers do not compute twice to spare memory, elementwise though it is.
-_EXPENSIVE = frozenset(
-    name
-    for line in (
-        "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp",
-        "exp2 expm1 lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh",
+# What elementwise operations cost that are not cheap: 1 takes about as long as to write an array of
+# 16 bits and to read it.
+_EXPENSIVE: dict[str, int] = {
+    name: cost
+    for cost, names in (
+        (1, "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div exp exp2 expm1"),
+        (1, "lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan"),
+        (2, "tanh"),
+        (3, "erf erfc erf_inv"),
+        (9, "random_bits threefry2x32"),
     )
-    for name in line.split()
-)
+    for name in names.split()
+}
 
 
 def _by_library(layer: Layer, var: Any) -> bool:
@@ -268,8 +272,14 @@ def _for_the_way_back(layer: Layer) -> frozenset[int]:
     )
 
 
-def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int) -> set[int]:
-    """Places of the operations that a compiler does again inside of those that read them."""
+def _repeated(
+    jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Compiler
+) -> set[int]:
+    """Places of the operations that a compiler does again inside of those that read them.
+
+    XLA for GPUs weighs what they take against the bytes: the tanh of a gelu is kept in bfloat16,
+    and not in float32.
+    """
     # Which operations that are not cheap are done again for a value that is not in memory.
     behind: dict[Any, frozenset[int]] = {}
     found = set()
@@ -278,8 +288,14 @@ def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int) -> set[int]:
         again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
         if eqn.primitive.name in _EXPENSIVE:
             again |= {at}
-        repeated = kind_of(eqn) in ("fused", "view") and len(again) <= expensive
-        if repeated:
+        costs = [_EXPENSIVE[jaxpr.eqns[one].primitive.name] for one in again]
+        cost = len(costs) if compiler.counts_operations else sum(costs) * 2 / _width(eqn)
+        if kind_of(eqn) in ("fused", "view") and cost <= expensive:
             found.add(at)
             behind.update((var, again) for var in eqn.outvars if var not in stored)
     return found
+
+
+def _width(eqn: Any) -> int:
+    """Bytes of an element of what an operation makes."""
+    return max(getattr(getattr(var.aval, "dtype", None), "itemsize", 1) for var in eqn.outvars)

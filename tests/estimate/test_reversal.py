@@ -68,6 +68,39 @@ def test_masks_are_made_where_they_are_read() -> None:
     assert found["conv_general_dilated"] == "float32[64,64,64,32]"
 
 
+def dropped(h: jax.Array, number: int) -> jax.Array:
+    return jnp.where(jax.random.bernoulli(jax.random.key(number), 0.9, h.shape), h / 0.9, 0)
+
+
+# What is elementwise, and how many arrays are kept of it.
+ELEMENTWISE = {
+    "tanh of two bytes": (lambda h, _: jax.nn.gelu(h), jnp.bfloat16, 3.0),
+    "tanh of four bytes": (lambda h, _: jax.nn.gelu(h), jnp.float32, 2.0),
+    "error function": (lambda h, _: jax.nn.gelu(h, approximate=False), jnp.bfloat16, 3.0),
+    "exponential": (lambda h, _: jax.nn.silu(h), jnp.bfloat16, 2.0),
+    "mask": (dropped, jnp.bfloat16, 1.5),
+}
+
+
+@pytest.mark.parametrize("what", ELEMENTWISE)
+def test_what_takes_long_to_compute_is_not_computed_twice(what: str) -> None:
+    """Without a checkpoint; each layer keeps its input as well, a quarter of what is inside."""
+    fn, dtype, arrays = ELEMENTWISE[what]
+    h = Spec((8192, 1024), dtype)
+    ws = [(Spec((1024, 4096), dtype), Spec((4096, 1024), dtype))] * 3
+
+    def net(ws, h):
+        for number, (up, down) in enumerate(ws):
+            h = h + fn(h @ up, number) @ down
+        return h
+
+    step = jax.grad(lambda ws, h: jnp.square(jaxmem.remat_auto(net)(ws, h)).sum())
+    found, ask = problem(step, ws, h, target=TARGET), question(step, ws, h, target=TARGET)
+    kept = found.report(ask, 0).temp_bytes / (8192 * 4096 * jnp.dtype(dtype).itemsize)
+    assert abs(kept - 3 * (arrays + 0.25)) < 0.3
+    assert abs(off_of(found, ask, 0.0)) < 0.05
+
+
 @pytest.mark.parametrize("place", [0.0, pytest.param(0.7, marks=pytest.mark.slow), 1.0])
 def test_convolutions_and_poolings_are_predicted(place: float) -> None:
     found, ask = vgg()
