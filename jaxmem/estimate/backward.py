@@ -103,8 +103,10 @@ def interleaved_pullback(
     values.update((layer.values[place], value) for place, value in pairs if place is not None)
     values.update(zip(backward.gradients, [*ct_carry, *ct_y], strict=True))
     # What is read to recompute is taken from behind a barrier: a compiler would else find
-    # that it has the results already.
+    # that it has the results already.  What reads it later takes it from there as well, so that it
+    # is one array, with one copy in another layout; but for parameters, which are there anyway.
     behind: dict[Any, Any] = {}
+    parameters = {*closed.jaxpr.constvars, *backward.consts, *backward.xs}
     for step in backward.steps:
         if step.anew:
             behind.clear()
@@ -114,6 +116,7 @@ def interleaved_pullback(
             waits, later = tied([values[var] for var in step.waits], [values[var] for var in reads])
             values.update(zip(step.waits, waits, strict=True))
             behind.update(zip(reads, later, strict=True))
+            values.update((var, behind[var]) for var in reads if var not in parameters)
             with jax.named_scope(_jax.RECOMPUTED):
                 found = _jax.evaluate_each(again, behind)
             # What is no kernel's is read in this step and not behind a barrier.

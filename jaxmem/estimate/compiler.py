@@ -12,8 +12,6 @@ class Compiler:
     Attributes:
       writes_in_place: what is elementwise is written over an array of its size that is read there
         for the last time.
-      splits_results: a gradient that is a part of something larger (of what was concatenated) is a
-        copy in the end.
       looks_inside: loops, branches and checkpoints need room of their own while they run.
       delays: what only the backward pass reads is computed there.
       counts_operations: whether what is elementwise is kept or computed twice goes by the number of
@@ -33,7 +31,6 @@ class Compiler:
     """
 
     writes_in_place: bool = True
-    splits_results: bool = True
     looks_inside: bool = True
     delays: bool = True
     counts_operations: bool = False

@@ -39,7 +39,6 @@ def peak_live(
     layout_copies: Collection[Any] = (),
     exact: Collection[Any] = (),
     of_products: Collection[Any] = (),
-    split_results: Collection[Any] = (),
     live_to_end: Collection[Any] = (),
     of_calls: Collection[Any] = (),
 ) -> tuple[int, frozenset[Any]]:
@@ -53,8 +52,6 @@ def peak_live(
       exact: inputs that are not stored rounded.
       of_products: inputs that matrix products made; such a product may as well compute what
         follows from the input, and make that in its place.
-      split_results: results each of which is an array by itself in the end, and no part of
-        something larger, as the gradients of what was concatenated could be.
       live_to_end: of `held`, what is live to the end, since others read it later.
       of_calls: inputs that calls into a library made.
     """
@@ -82,8 +79,6 @@ def peak_live(
         lives.read(atom, len(jaxpr.eqns))
     for var in live_to_end:
         lives.read(var, len(jaxpr.eqns))
-    for var in split_results if compiler.splits_results else ():
-        lives.part(len(jaxpr.eqns), var, var)
     return lives.peak()
 
 
@@ -360,12 +355,6 @@ class _Lives:
         if made and (kind == "fused" or eqn.primitive.name.startswith("scatter")):
             self._over.append((at, behind, made))
 
-    def part(self, at: int, atom: Any, var: Any) -> None:
-        """What is a part of something larger is copied."""
-        if sum(map(self.bytes, self._behind_of(atom))) > self.bytes(var):
-            self.read(atom, at)
-            self.make(var, at)
-
     def peak(self) -> tuple[int, frozenset[Any]]:
         """The most bytes live at once, and what of that is held from the start."""
         changes = [0] * (self._length + 2)
@@ -413,7 +402,9 @@ class _Lives:
         behind = self._behind_of(atom)
         self._behind[var] = behind
         self._passed.update(behind)
-        self.part(at, atom, var)
+        if sum(map(self.bytes, behind)) > self.bytes(var):
+            self.read(atom, at)
+            self.make(var, at)
 
     def _behind_of(self, atom: Any) -> frozenset[Any]:
         return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()

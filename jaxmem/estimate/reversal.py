@@ -107,16 +107,12 @@ def reversal_peak(
     # What others hand over they may read, too, and not rounded; so do barriers.
     waiting = {var for step in backward.steps for var in step.waits}
     rounded = _rounded_gradients(backward, compiler) - waiting
-    # Through a barrier go the gradients that others wait for, if there are several.
-    _, reached, _ = layer.by_role(backward.closed.jaxpr.outvars)
-    split_results = [atom for atom in reached if _jax.is_var(atom)]
     return peak_live(
         closed,
         held=held,
         compiler=compiler,
         exact=set(held) - rounded,
         of_products=rounded,
-        split_results=split_results if len(split_results) > 1 else (),
         live_to_end=live_to_end,
         of_calls=[var for var in backward.tape if _by_library(layer, var)],
     )
@@ -272,9 +268,7 @@ def _for_the_way_back(layer: Layer) -> frozenset[int]:
     )
 
 
-def _repeated(
-    jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Compiler
-) -> set[int]:
+def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Compiler) -> set[int]:
     """Places of the operations that a compiler does again inside of those that read them.
 
     XLA for GPUs weighs what they take against the bytes: the tanh of a gelu is kept in bfloat16,

@@ -351,7 +351,10 @@ def nbytes(aval: Any) -> int:
     """
     if not hasattr(aval, "shape"):
         return 0
-    return math.prod(d for d in aval.shape if isinstance(d, int)) * aval.dtype.itemsize
+    count = math.prod(aval.shape)
+    if not isinstance(count, int):
+        count = math.prod(d for d in aval.shape if isinstance(d, int))
+    return count * aval.dtype.itemsize
 
 
 # Operations that compilers fuse into what reads them; and those that are cheaper to

@@ -23,16 +23,15 @@ X = jax.ShapeDtypeStruct((64, 64), "float32")
 SIZE = 64 * 64 * 4
 
 
-def live(fn, *specs, held=(), live_to_end=(), fuses=False, split_results=False):
+def live(fn, *specs, held=(), live_to_end=(), fuses=False):
     closed = jax.make_jaxpr(fn)(*specs)
-    ins, outs = closed.jaxpr.invars, closed.jaxpr.outvars
+    ins = closed.jaxpr.invars
     return (
         peak_live_bytes(
             closed,
             held=[ins[k] for k in held],
             live_to_end=[ins[k] for k in live_to_end],
             compiler=TPU if fuses else ANY,
-            split_results=outs if split_results else (),
         )
         / SIZE
     )
@@ -88,15 +87,6 @@ def test_what_others_hold_too_is_there_to_the_end():
 
     assert live(thrice, X, X, held=[0]) == 2
     assert live(thrice, X, X, held=[0], live_to_end=[0]) == 3
-
-
-def test_parts_that_are_split_are_live_next_to_the_whole():
-    def halves(x):
-        return jnp.split(x @ x, 2)
-
-    assert live(halves, X) == 1
-    assert live(halves, X, split_results=True) == 2
-    assert live(lambda x: [x @ x], X, split_results=True) == 1
 
 
 def test_parts_that_are_summed_up_are_copied_where_products_fuse_operands():
