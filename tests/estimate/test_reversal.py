@@ -252,6 +252,7 @@ def test_stacks_hold_rounded_what_only_products_read_on_a_tpu() -> None:
     [
         *itertools.product(["matrix_chain", "fused_tpu"], [0.2, 0.6, 1.0]),
         ("experts", 0.2),  # whose residuals are laid out anew in their loop
+        ("towers", 0.51),  # where products read copies of what is recomputed from, one of each
     ],
 )
 def test_programs_for_a_tpu_are_predicted(model: str, place: float) -> None:
