@@ -292,4 +292,5 @@ def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Com
 
 def _width(eqn: Any) -> int:
     """Bytes of an element of what an operation makes."""
-    return max(getattr(getattr(var.aval, "dtype", None), "itemsize", 1) for var in eqn.outvars)
+    types = (getattr(var.aval, "dtype", None) for var in eqn.outvars)
+    return max((getattr(dtype, "itemsize", 1) for dtype in types), default=1)

@@ -68,6 +68,19 @@ def test_masks_are_made_where_they_are_read() -> None:
     assert found["conv_general_dilated"] == "float32[64,64,64,32]"
 
 
+def test_what_has_no_result_changes_nothing() -> None:
+    def net(kernel: jax.Array, h: jax.Array, show: bool) -> jax.Array:
+        h = jnp.tanh(conv(h, kernel))
+        if show:
+            jax.debug.print("{}", h[0, 0, 0, 0])
+        return h
+
+    plain, shown = (
+        kept(functools.partial(net, show=show), KERNEL, IMAGES) for show in (False, True)
+    )
+    assert plain == shown
+
+
 def dropped(h: jax.Array, number: int) -> jax.Array:
     return jnp.where(jax.random.bernoulli(jax.random.key(number), 0.9, h.shape), h / 0.9, 0)
 
