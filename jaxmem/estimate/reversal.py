@@ -189,10 +189,10 @@ _EXPENSIVE: dict[str, int] = {
         (1, "lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan"),
         (2, "tanh"),
         (3, "erf erfc erf_inv"),
-        (9, "random_bits threefry2x32"),
     )
     for name in names.split()
 }
+_RANDOM = {"random_bits": 9, "threefry2x32": 9}
 
 
 def _by_library(layer: Layer, var: Any) -> bool:
@@ -272,17 +272,18 @@ def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Com
     """Places of the operations that a compiler does again inside of those that read them.
 
     XLA for GPUs weighs what they take against the bytes: the tanh of a gelu is kept in bfloat16,
-    and not in float32.
+    and not in float32.  XLA for TPUs counts operations, and makes random numbers again.
     """
+    known = _EXPENSIVE if compiler.counts_operations else _EXPENSIVE | _RANDOM
     # Which operations that are not cheap are done again for a value that is not in memory.
     behind: dict[Any, frozenset[int]] = {}
     found = set()
     for at, eqn in enumerate(jaxpr.eqns):
         atoms = filter(_jax.is_var, eqn.invars)
         again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
-        if eqn.primitive.name in _EXPENSIVE:
+        if eqn.primitive.name in known:
             again |= {at}
-        costs = [_EXPENSIVE[jaxpr.eqns[one].primitive.name] for one in again]
+        costs = [known[jaxpr.eqns[one].primitive.name] for one in again]
         cost = len(costs) if compiler.counts_operations else sum(costs) * 2 / _width(eqn)
         if kind_of(eqn) in ("fused", "view") and cost <= expensive:
             found.add(at)

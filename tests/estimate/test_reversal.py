@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxmem
 from budgets import nets
-from jaxmem.estimate.compiler import GPU, TPU
+from jaxmem.estimate.compiler import ANY, GPU, TPU, Compiler
 from jaxmem.estimate.liveness import peak_live_bytes
 from jaxmem.estimate.reversal import without_checkpoint
 from jaxmem.estimate.roofline import Roofline
@@ -45,11 +45,12 @@ def pooled(kernels: list[jax.Array], h: jax.Array) -> jax.Array:
     return h
 
 
-def kept(fn, *specs) -> dict[str, str]:
+def kept(fn, *specs, compiler: Compiler = ANY) -> dict[str, str]:
     """What is kept without a checkpoint, type by the operation that makes it."""
     code = Code(jax.make_jaxpr(fn)(*specs))
     layer = code.layer(0, len(code))
-    keep = without_checkpoint(layer, graph_of(layer, Roofline(989e12, 3.35e12)), expensive=1)
+    graph = graph_of(layer, Roofline(989e12, 3.35e12, compiler=compiler))
+    keep = without_checkpoint(layer, graph, 1, compiler)
     return dict(_described(layer, place) for place in keep.kept)
 
 
@@ -83,6 +84,15 @@ def test_what_has_no_result_changes_nothing() -> None:
 
 def dropped(h: jax.Array, number: int) -> jax.Array:
     return jnp.where(jax.random.bernoulli(jax.random.key(number), 0.9, h.shape), h / 0.9, 0)
+
+
+def test_random_numbers_are_made_again_on_a_tpu_alone() -> None:
+    def net(kernel: jax.Array, h: jax.Array) -> jax.Array:
+        return conv(dropped(jax.nn.relu(conv(h, kernel)), 0), kernel)
+
+    gpu, tpu = (kept(net, KERNEL, IMAGES, compiler=compiler) for compiler in (GPU, TPU))
+    assert any("bool" in shape for shape in gpu.values()), gpu
+    assert not any("bool" in shape for shape in tpu.values()), tpu
 
 
 # What is elementwise, and how many arrays are kept of it.
