@@ -47,6 +47,9 @@ from .rewrite.inspect import PlannedStack as PlannedStack
 from .rewrite.inspect import stacks as stacks
 from .scan import scan as scan
 from .solve.problem import Problem as Problem
+from .state import UpdatedLeaf as UpdatedLeaf
+from .state import UpdatePlan as UpdatePlan
+from .state import value_and_update as value_and_update
 from .targets import CompileError as CompileError
 from .targets import Target as Target
 from .targets import target as target

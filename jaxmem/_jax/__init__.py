@@ -22,6 +22,7 @@ from jaxmem._jax.edits import renamed as renamed
 from jaxmem._jax.edits import reordered as reordered
 from jaxmem._jax.edits import with_equations as with_equations
 from jaxmem._jax.evaluation import bound as bound
+from jaxmem._jax.evaluation import bound_with as bound_with
 from jaxmem._jax.evaluation import evaluate as evaluate
 from jaxmem._jax.evaluation import evaluate_each as evaluate_each
 from jaxmem._jax.evaluation import inlined as inlined

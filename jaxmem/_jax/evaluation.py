@@ -138,8 +138,14 @@ def bound(eqn: Eqn, *operands: Any) -> list[Any]:
     return _bound(eqn, operands)
 
 
-def _bound(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
-    found = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+def bound_with(eqn: Eqn, params: Mapping[str, Any], *operands: Any) -> list[Any]:
+    """The same with some of its parameters replaced."""
+    return _bound(eqn, operands, params)
+
+
+def _bound(eqn: Eqn, operands: Sequence[Any], other: Mapping[str, Any] | None = None) -> list[Any]:
+    params = {**eqn.params, **other} if other else eqn.params
+    found = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return found if eqn.primitive.multiple_results else [found]
 
 

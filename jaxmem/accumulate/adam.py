@@ -297,6 +297,7 @@ class _Moments:
     b2: float
     axes: tuple[str, ...]
     arrays: Any
+    in_backward = False
     wants_share = True
 
     def with_arrays(self, arrays: Any) -> "_Moments":

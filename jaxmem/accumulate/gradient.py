@@ -149,7 +149,7 @@ def value_and_grad(
         batch_sharding=batch_sharding,
         return_weight=return_weight,
     )
-    sink = _Mean(
+    sink = Mean(
         floating("accumulator_dtype", accumulator_dtype), floating("gradient_dtype", gradient_dtype)
     )
 
@@ -254,15 +254,21 @@ def _of_modules(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mean:
-    """A sum, divided in the end."""
+class Mean:
+    """A sum, divided in the end.
+
+    Attributes:
+      dtype: what is summed in; None for each leaf's own.
+      result_dtype: what comes back; None for what was summed in.
+    """
 
     dtype: np.dtype | None
     result_dtype: np.dtype | None
+    in_backward = False
     wants_share = False
     arrays = ()
 
-    def with_arrays(self, arrays: Any) -> "_Mean":
+    def with_arrays(self, arrays: Any) -> "Mean":
         return self
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:

@@ -11,6 +11,7 @@ schedule is jaxmem's own writes single rows anyway, and is told to add.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +24,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.plans.plan import Plan
 from jaxmem.rewrite.apply import through
 from jaxmem.stacked import Form, Into
 from jaxmem.stacked.stack import Stack, Tangent
 from jaxmem.trace.context import note_plan
 from jaxmem.trace.find import subjaxprs
-from jaxmem.trace.layer import Body
+from jaxmem.trace.layer import Body, Layer, differentiated
 
 Add = Callable[[Any, Any, Any], Any]  # rows of what is held, their gradient, factor -> rows
 
@@ -119,6 +121,31 @@ def evaluate(
 
     outs = _jax.evaluate(stacked.closed, args, special)
     return outs, held, factor
+
+
+def reversed_by(
+    eqn: Any, wanted: Sequence[bool]
+) -> tuple[Tangent, Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """A scan, under a policy or not, by a schedule that reads and writes single rows.
+
+    Args:
+      eqn: its equation.
+      wanted: which operands are differentiated.
+
+    Returns:
+      The schedule, and what has to be open where it runs.
+
+    Raises:
+      NoReverseMode: jax cannot differentiate it in reverse mode.
+    """
+    if _jax.is_stack(eqn):
+        stack: Stack = eqn.params["stack"]
+        linear = stack.linear(wanted)
+        note_plan(stack.policy, linear.plan)
+        return linear, functools.partial(stack.scope, linear.layer, linear.plan)
+    form = _form(eqn)
+    layer = Layer(form.body, differentiated(form.body, *form.body.split_in(wanted)))
+    return Tangent(form, layer, Plan.none(form.length)), contextlib.nullcontext
 
 
 # ---------------------------------------------------------------- finding

@@ -132,16 +132,23 @@ class _Loop:
         state = self._varying(state)
         collected = []
         for group, rows in self.groups:
-            body = functools.partial(
-                self._add, objective, group.size, rows, group.first, factors(group.size)
-            )
-            if group.count == 1:
+            given = group.size, rows, group.first, factors(group.size)
+            body = functools.partial(self._add, objective, *given)
+            is_last = self.sink.in_backward and group is self.groups[-1][0]
+            count = group.count - is_last
+            outs = []
+            if count == 1:
                 state, out = body(state, group.first)
-                out = jax.tree.map(lambda leaf: leaf[None], out)
-            else:
-                numbers = jnp.arange(group.first, group.first + group.count)
+                outs.append(jax.tree.map(lambda leaf: leaf[None], out))
+            elif count:
+                numbers = jnp.arange(group.first, group.first + count)
                 state, out = jax.lax.scan(body, state, numbers)
-            collected.append(out)
+                outs.append(out)
+            if is_last:
+                index = group.first + count
+                state, out = self._last(objective, *given, state, index, weights, divisor)
+                outs.append(jax.tree.map(lambda leaf: leaf[None], out))
+            collected.append(jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs))
         return self._result(state, collected, aux, weights, divisor)
 
     # The function on one microbatch.
@@ -231,13 +238,41 @@ class _Loop:
         leaves = self._leaves(rows, first, index)
 
         held, split, loss, aux = objective(held, leaves, carry, size, factor)
-        new_sums = self._added(sums, loss, size)
-        collected: Any = []
-        if self.has_aux:
-            weight = jnp.asarray(size, self.dtype) if self.mean else loss.terms[0][1]
-            aux_sums, collected = self.spec.add(aux_sums, aux, weight)
-        state = (held, new_sums, aux_sums, self._carried(aux, carry))
+        aux_sums, collected = self._added_aux(aux_sums, loss, aux, size)
+        state = (held, self._added(sums, loss, size), aux_sums, self._carried(aux, carry))
         return self._varying(state), (collected, split)
+
+    def _last(
+        self,
+        objective: Objective,
+        size: int,
+        rows: Any,
+        first: int,
+        factor: Any,
+        state: Any,
+        index: Any,
+        weights: Any,
+        divisor: Any,
+    ) -> tuple[Any, Any]:
+        """The last microbatch, for a sink that does something in its backward pass."""
+        held, sums, aux_sums, carry = state
+        leaves = self._leaves(rows, first, index)
+
+        def finish(loss: Any) -> tuple[Any, Any]:
+            value, _, by = self._finished(self._added(sums, loss, size), weights, divisor)
+            return value, by
+
+        sink: Any = self.sink
+        done, loss, aux = objective.last(held, leaves, carry, size, factor, finish, sink, self.call)
+        aux_sums, collected = self._added_aux(aux_sums, loss, aux, size)
+        state = (done, self._added(sums, loss, size), aux_sums, self._carried(aux, carry))
+        return state, (collected, [])
+
+    def _added_aux(self, sums: Any, loss: Any, aux: Any, size: int) -> tuple[Any, Any]:
+        if not self.has_aux:
+            return sums, []
+        weight = jnp.asarray(size, self.dtype) if self.mean else loss.terms[0][1]
+        return self.spec.add(sums, aux, weight)
 
     def _carried(self, aux: Any, carry: list[Any]) -> list[Any]:
         if not carry:
@@ -266,6 +301,13 @@ class _Loop:
             for (old, weights), (total, weight) in zip(sums, loss.terms, strict=True)
         ]
 
+    def _finished(self, sums: Any, weights: Any, divisor: Any) -> tuple[Any, Any, Any]:
+        """Value, weights and divisor of the whole batch, from the sums over it."""
+        if self.mean:
+            return sums / divisor, weights, divisor
+        weights = tuple(weight for _, weight in sums)
+        return Weighted.of(sums).mean, weights, weights[0] if divisor is None else divisor
+
     def _varying(self, tree: Any) -> Any:
         if not self.varying:
             return tree
@@ -279,16 +321,9 @@ class _Loop:
     ) -> Result:
         held, sums, aux_sums, carry = state
         # One sum over the devices: the compiler makes one message of all its parts.
-        sums = devices.summed(sums, self.axes)
-        if self.mean:
-            value = sums / divisor
-        else:
-            weights = tuple(weight for _, weight in sums)
-            value = Weighted.of(sums).mean
-            if divisor is None:
-                divisor = weights[0]
+        value, weights, divisor = self._finished(devices.summed(sums, self.axes), weights, divisor)
         held = self.sink.end(held, divisor, self.axes)
-        if not self.sink.wants_share:
+        if not (self.sink.wants_share or self.sink.in_backward):
             held = [
                 devices.summed(leaf, sorted(self.summed[path] - set(self.axes)))
                 for path, leaf in zip(self.shared, held, strict=True)

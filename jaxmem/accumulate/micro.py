@@ -60,13 +60,13 @@ class Micro:
         else:
             loss, aux = out, None
         if isinstance(loss, Weighted):
-            loss = Weighted.of((_real(name, total), weight) for total, weight in loss.terms)
+            loss = Weighted.of((real_loss(name, total), weight) for total, weight in loss.terms)
             return loss, aux
         if isinstance(loss, tuple):
             raise TypeError(
                 f"{name} returned {len(loss)} values; pass has_aux=True if the first is the loss"
             )
-        return _real(name, loss), aux
+        return real_loss(name, loss), aux
 
     def _check_carry(self, after: list[Any], before: Sequence[Any]) -> None:
         if len(after) != len(before):
@@ -94,7 +94,7 @@ class Micro:
 # ---------------------------------------------------------------- implementation
 
 
-def _real(name: str, loss: Any) -> jax.Array:
+def real_loss(name: str, loss: Any) -> jax.Array:
     """The loss, if it is a real scalar.
 
     Raises:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.accumulate import inplace
-from jaxmem.accumulate.call import Path
+from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.trees import weighed
 from jaxmem.accumulate.weighted import Weighted, counted, ratio, summed
 
@@ -26,10 +26,12 @@ class Sink(Protocol):
     """Where gradients go, microbatch by microbatch.
 
     Attributes:
+      in_backward: whether it is an `InBackward`.
       wants_share: whether `add` is to get the microbatch's share in the gradient of the
         whole batch, and not what is divided at the end.
     """
 
+    in_backward: bool
     wants_share: bool
 
     @property
@@ -58,6 +60,34 @@ class Sink(Protocol):
 
     def end(self, held: list[Any], divisor: Any, axes: Sequence[str]) -> Any:
         """What is made of it: summed over `axes`, and divided (None: by 1)."""
+        ...
+
+
+class InBackward(Sink, Protocol):
+    """A sink that does something with gradients in the last backward pass."""
+
+    def nothing(self, gradient: jax.Array) -> Any:
+        """What is held for a leaf, or a row of it, where there is no microbatch before."""
+        ...
+
+    def last(
+        self,
+        call: Call,
+        closed: Any,
+        params: Sequence[Any],
+        rest: Sequence[Any],
+        held: Sequence[Any],
+        seed: Callable[[Sequence[Any]], tuple[Any, Any, Callable[[int, Any, Any], Any]]],
+    ) -> Any:
+        """What it makes of them; `outs` of it are the results of the function.
+
+        Args:
+          call: of which the parameters are an argument.
+          closed: from parameters and rest to the value and other results.
+          held: of each parameter, what the microbatches before gave; None where there are none.
+          seed: from the results to the cotangent of the value, the value of the batch, and how a
+            gradient follows from what is held, or a row of it, and this pass's.
+        """
         ...
 
 
@@ -98,11 +128,7 @@ class Objective:
         """
         shared = list(self.params.values())
         split = [leaves[path] for path in self.split]
-        flat, tree = jax.tree.flatten((shared, split, leaves, carry))
-        closed, out_shape = jax.make_jaxpr(
-            lambda *flat: self._value(size, *tree.unflatten(flat)), return_shape=True
-        )(*flat)
-        out_tree = jax.tree.structure(out_shape)
+        closed, flat, out_tree = self._traced(leaves, carry, size)
         stacked = inplace.find(closed, range(len(shared)), range(len(shared) + len(split)))
         always = self.scales is None and factor is None  # then nothing is multiplied
 
@@ -136,6 +162,61 @@ class Objective:
             held[k] = after
         rows = [gradient if always else weighed(gradient, factor) for gradient in split_out]
         return held, rows, loss, aux
+
+    def last(
+        self,
+        held: list[Any],
+        leaves: Mapping[Path, Any],
+        carry: list[Any],
+        size: int,
+        factor: Any,
+        finish: Callable[[Any], tuple[Any, Any]],
+        sink: "InBackward",
+        call: Call,
+    ) -> tuple[Any, Any, Any]:
+        """The last microbatch, in whose backward pass the sink does something with each gradient.
+
+        Args:
+          held: of each of `params`, of the microbatches before; None where there are none.
+          finish: from this microbatch's loss to the value and divisor of the whole batch.
+
+        Returns:
+          What the sink gives, the microbatch's loss and its aux.
+        """
+        closed, flat, out_tree = self._traced(leaves, carry, size)
+        shared = list(self.params.values())
+        always = self.scales is None and factor is None
+
+        def seed(outs: Sequence[Any]) -> tuple[Any, Any, Callable[[int, Any, Any], Any]]:
+            _, (loss, _) = out_tree.unflatten(outs)
+            one = self.place(jnp.ones((), self.dtype))
+            counts = one if factor is None else factor.astype(self.dtype)
+            first, counts = self._counts(loss, counts)
+            value, divisor = finish(loss)
+
+            def total(k: int, before: Any, gradient: Any) -> Any:
+                if before is None:
+                    before = sink.nothing(gradient)
+                summed = sink.add(before, gradient, None if always else counts)
+                return sink.divided(summed, divisor, shared[k])
+
+            return self.place(first), value, total
+
+        done = sink.last(call, closed, shared, flat[len(shared) :], held, seed)
+        _, (loss, aux) = out_tree.unflatten(done.outs)
+        return done, loss, aux
+
+    def _traced(
+        self, leaves: Mapping[Path, Any], carry: list[Any], size: int
+    ) -> tuple[Any, list[Any], Any]:
+        """What is differentiated as a jaxpr, its operands, and the tree of its results."""
+        shared = list(self.params.values())
+        split = [leaves[path] for path in self.split]
+        flat, tree = jax.tree.flatten((shared, split, leaves, carry))
+        closed, out_shape = jax.make_jaxpr(
+            lambda *flat: self._value(size, *tree.unflatten(flat)), return_shape=True
+        )(*flat)
+        return closed, flat, jax.tree.structure(out_shape)
 
     def _value(
         self, size: int, shared: list[Any], split: list[Any], leaves: Any, carry: Any

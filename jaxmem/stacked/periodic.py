@@ -78,6 +78,10 @@ class _Descent:
         self.form, self.layer, self.args, self.ct_ys, self.into = form, layer, args, ct_ys, into
         self.consts, _, self.xs = form.body.split_in(args)
 
+    def x(self, state: Cotangents, step: Any) -> list[Any]:
+        """One layer's slice of the stacked inputs."""
+        return self.form.at(self.into.inputs(self.xs, state.xs, self.layer.wrt_x), step)
+
     def segments(
         self,
         first: Any,
@@ -119,17 +123,17 @@ class _Descent:
     ) -> Cotangents:
         """Down n layers from `first` on, given the carry in front of them."""
         if lengths and lengths[0] < n:
-            begins = self.record(first, n, lengths[0], carry)
+            begins = self.record(first, n, lengths[0], carry, state)
             return self.segments(first, n, lengths, begins, state)
         if lengths:
             return self.layers(first, n, lengths[1:], carry, state)
         if n == 1:
             with jax.named_scope(RECOMPUTED):
-                _, _, tape = self.layer.tape(self.consts, carry, self.form.at(self.xs, first))
+                _, _, tape = self.layer.tape(self.consts, carry, self.x(state, first))
             return self.pull(state, first, tape)
 
         def replay(carry: Any, i: Any) -> Any:
-            x = self.form.at(self.xs, first + i)
+            x = self.x(state, first + i)
             with jax.named_scope(RECOMPUTED):
                 carry, _, tape = self.layer.tape(self.consts, carry, x)
             return carry, tape
@@ -146,14 +150,16 @@ class _Descent:
         )
         return state
 
-    def record(self, first: Any, n: int, size: int, carry: list[Any]) -> Kept:
+    def record(
+        self, first: Any, n: int, size: int, carry: list[Any], cotangents: Cotangents
+    ) -> Kept:
         """The carries in front of all segments of n layers."""
         slots = -(-n // size)
         layers = (slots - 1) * size
 
         def step(state: Any, i: Any) -> Any:
             carry, begins = state
-            x = self.form.at(self.xs, first + i)
+            x = self.x(cotangents, first + i)
             with jax.named_scope(RECOMPUTED):
                 carry = self.layer.step(self.consts, carry, x)
             return (carry, store(begins, carry, i // size + 1)), None

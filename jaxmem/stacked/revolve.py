@@ -104,16 +104,18 @@ def backward(
     def down(loop: Any, row: Any) -> Any:
         state, carries = loop
 
+        stacked = into.inputs(xs, state.xs, layer.wrt_x)
+
         def advance(i: Any, at: Any) -> Any:
             carry, carries = at
-            x = form.at(xs, i)
+            x = form.at(stacked, i)
             with jax.named_scope(_jax.RECOMPUTED):
                 carry = layer.step(consts, carry, x)
             return carry, _keep(carries, carry, i + 1, row["held"])
 
         begin = load(carries, row["slot"])
         carry, carries = lax.fori_loop(row["from"], row["layer"], advance, (begin, carries))
-        x = form.at(xs, row["layer"])
+        x = form.at(stacked, row["layer"])
         with jax.named_scope(_jax.RECOMPUTED):
             _, _, tape = layer.taped(consts, carry, x)
         state = down_one(state, row["layer"], tape)

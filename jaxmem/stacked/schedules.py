@@ -31,7 +31,7 @@ class Schedule:
 def schedule_for(
     plan: Plan, form: Form, layer: Layer, outs: Sequence[bool] | None = None
 ) -> Schedule | None:
-    """The schedule of a plan that is not "none".
+    """The schedule of a plan.
 
     Args:
       outs: which results have cotangents, if it is for a backward pass in which not all of
@@ -41,10 +41,10 @@ def schedule_for(
     Returns:
       None if what was kept is not enough for such a backward pass.
     """
-    if plan.kind == "keep":
+    if plan.kind in ("keep", "none"):
         runs = [
             (count, layer if keep is None else layer.keeping(keep.values, keep.offload))
-            for count, keep in plan.runs
+            for count, keep in plan.runs or ((plan.length, None),)
         ]
         if outs is not None:
             runs = [(count, run.narrowed(outs, stored=True)) for count, run in runs]

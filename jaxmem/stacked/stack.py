@@ -146,7 +146,7 @@ class Stack:
         plan = self.plan(layer)
         note_plan(self.policy, plan)
         if plan.kind == "none":
-            with self._as_it_stands(layer):
+            with self.scope(layer, plan):
                 return self.derivative(self.run, layer.wrt, args, tangents)
         return Tangent(self.form, layer, plan).split(args, tangents)
 
@@ -162,8 +162,9 @@ class Stack:
         return outs, [t if reached else None for t, reached in zip(found, wrt.outs, strict=True)]
 
     @contextmanager
-    def _as_it_stands(self, layer: Layer) -> Iterator[None]:
-        if not isinstance(self.policy, ByLayer):
+    def scope(self, layer: Layer, plan: Plan) -> Iterator[None]:
+        """What is open where the stack runs under this plan."""
+        if plan.kind != "none" or not isinstance(self.policy, ByLayer):
             yield
             return
         with context.inside_layer(), self.policy.as_it_stands(self, layer):
@@ -188,10 +189,9 @@ class Tangent:
         self.form, self.layer, self.wrt, self.plan = form, layer, layer.wrt, plan
         self.first_x = form.body.num_consts + form.body.num_carry
         self.num_args = len(layer.wrt.ins)
-        if plan.kind != "none":  # which is jax's own scan
-            schedule = schedule_for(plan, form, layer)
-            assert schedule is not None  # as all results have cotangents
-            self.schedule = schedule
+        schedule = schedule_for(plan, form, layer)
+        assert schedule is not None  # as all results have cotangents
+        self.schedule = schedule
         self.num_residuals = 0
         self.tangent_avals: list[Any] = []
 

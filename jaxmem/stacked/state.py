@@ -35,6 +35,16 @@ class Into:
     factor: Any = None
     add: Callable[[Any, Any, Any], Any] = lambda rows, gradient, factor: gradient
 
+    def inputs(self, xs: Sequence[Any], state: Sequence[Any], wrt: Sequence[bool]) -> Sequence[Any]:
+        """The stacked inputs that layers not done yet are to be read from.
+
+        Args:
+          xs: as the stack was given them.
+          state: `Cotangents.xs`.
+          wrt: which of xs are differentiated.
+        """
+        return xs
+
     def write(self, number: int, rows: Any, gradient: Any, index: Any) -> Any:
         """One layer's gradient, in the place where it belongs."""
         if number not in self.held:
@@ -80,6 +90,7 @@ def pull(
 ) -> Cotangents:
     """One layer down: its gradient goes directly into its row of the stacked gradients."""
     consts, _, xs = layer.body.split_in(args)
+    xs = into.inputs(xs, state.xs, layer.wrt_x)
     ct_y = form.at(ct_ys, step)
     pullback = interleaved_pullback if form.interleaved and layer.recomputes else Layer.pullback
     g_consts, ct_carry, g_x = pullback(layer, consts, form.at(xs, step), tape, state.carry, ct_y)

@@ -1,0 +1,421 @@
+"""One backward pass (or several) in which parameters of layer stacks are updated.
+
+A layer's gradient is complete when the backward pass has gone through that layer, and the layer's
+parameters are not read again: so they can be updated there and then, in place, and the gradient of
+one layer is all that exists at a time.  LOMO (Lv et al. 2023, arXiv 2306.09782) does this with SGD;
+here it is any update of which `update.taken_apart` says that it goes row by row.
+
+jax differentiates all that is not a stack.  Stacks run by their schedules, which read layers out
+of the arrays that are updated and write new rows into them.  Those arrays are no cotangents (state
+may hold integers), so that jax does not see them: they are handed over when a stack is reversed.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem import _jax
+from jaxmem.accumulate import inplace
+from jaxmem.stacked import Into
+from jaxmem.stacked.stack import Tangent
+from jaxmem.state.update import (
+    Known,
+    RowProgram,
+    Update,
+    combined,
+    identity,
+    row_program,
+    taken_apart,
+)
+from jaxmem.trace.layer import NoReverseMode
+
+# (number of a parameter, what was summed for it or for its row, its gradient) -> the gradient.
+Total = Callable[[int, Any, Any], Any]
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is to be differentiated, and by what updated.
+
+    Attributes:
+      closed: from parameters and other operands to the value and whatever else.
+      params, rest: its operands.
+      state: leaves of the optimizer's state.
+      update: from the gradients' types to the optimizer's program, as in `Update.closed`.
+      before: of each parameter, what gradients of other microbatches sum up to; None for nothing.
+      seed: from all results to the cotangent of the value, the value that the optimizer is told,
+        and how the gradient of a parameter follows from what was summed and this pass's.
+      passes: how many backward passes there may be.
+    """
+
+    closed: ClosedJaxpr
+    params: Sequence[Any]
+    rest: Sequence[Any]
+    state: Sequence[Any]
+    update: Callable[[Sequence[Any]], ClosedJaxpr]
+    before: Sequence[Any]
+    seed: Callable[[Sequence[Any]], tuple[Any, Any, Total]]
+    gradient_types: Sequence[Any]
+    passes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What came of it.
+
+    Attributes:
+      outs: results of the function.
+      params, state: leaves after the update.
+      update: how it was taken apart.
+      elsewhere: of parameters that are not read in one stack alone, the reason why they could
+        not be updated in the backward pass.
+    """
+
+    outs: list[Any]
+    params: list[Any]
+    state: list[Any]
+    update: Update
+    elsewhere: Mapping[int, str]
+
+
+# ---------------------------------------------------------------- API
+
+
+def run(task: Task) -> Done:
+    """Differentiate, and update."""
+    closed = _jax.inlined(task.closed)
+    count = len(task.params)
+    stacked = inplace.find(closed, range(count), range(count))
+    linear, places, elsewhere = _stacks(closed, stacked)
+    wanted = {leaf for own in places.values() for leaf in own.values()}
+    update = taken_apart(
+        task.update(task.gradient_types), count, len(task.state), wanted, task.passes
+    )
+    inside = set(update.by_row)
+    places = {
+        eqn: {place: leaf for place, leaf in own.items() if leaf in inside}
+        for eqn, own in places.items()
+    }
+    handover = _Handover(update, task)
+    alone = [leaf for leaf in range(count) if leaf not in inside]
+
+    def special(token: Any, eqn: Any, operands: list[Any]) -> list[Any] | None:
+        if not places.get(id(eqn)):
+            return None
+        return _run_stack(linear[id(eqn)], operands, token, places[id(eqn)], handover)
+
+    def function(given: list[Any], token: Any) -> Any:
+        full = [*task.params, *task.rest]
+        for leaf, value in zip(alone, given, strict=True):
+            full[leaf] = value
+        outs = _jax.evaluate(closed, full, functools.partial(special, token))
+        outs = [_jax.as_array(out, aval) for out, aval in zip(outs, closed.out_avals, strict=True)]
+        return outs[0], outs
+
+    # What is differentiated by this is differentiated in any case, though no parameter goes in.
+    token = jnp.zeros(())
+    value, pull, outs = jax.vjp(
+        function, [task.params[leaf] for leaf in alone], token, has_aux=True
+    )
+    seed, told, total = task.seed(outs)
+    handover.begin(told, total)
+    for number in range(update.passes):
+        handover.start_pass(number)
+        gradients, _ = pull(seed.astype(value.dtype))
+        handover.end_pass(
+            {
+                leaf: total(leaf, task.before[leaf], gradient)
+                for leaf, gradient in zip(alone, gradients, strict=True)
+            }
+        )
+    params, state = handover.results()
+    return Done(outs, params, state, update, elsewhere)
+
+
+# ---------------------------------------------------------------- finding the stacks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """A stack, ready to be reversed, and what has to be open where it runs."""
+
+    tangent: Tangent
+    scope: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _stacks(
+    closed: ClosedJaxpr, stacked: inplace.Stacked
+) -> tuple[dict[int, _Linear], dict[int, dict[int, int]], dict[int, str]]:
+    """Of the stacks that stand in the function itself: how they are reversed, and their parameters.
+
+    And of parameters of others, why they cannot be updated there.
+    """
+    found: dict[int, _Linear] = {}
+    places: dict[int, dict[int, int]] = {}
+    elsewhere: dict[int, str] = {}
+    here = {id(eqn): eqn for eqn in closed.jaxpr.eqns}
+    for at, own in stacked.at.items():
+        if at not in here:
+            reason = "its stack is inside another call, such as jax.checkpoint or shard_map"
+            elsewhere.update(dict.fromkeys(own.values(), reason))
+            continue
+        try:
+            tangent, scope = inplace.reversed_by(here[at], stacked.wanted[at])
+        except NoReverseMode as error:
+            reason = f"its stack has no reverse mode in jax: {str(error).split('. ')[0]}"
+            elsewhere.update(dict.fromkeys(own.values(), reason))
+            continue
+        found[at] = _Linear(tangent, scope)
+        places[at] = dict(own)
+    return found, places, elsewhere
+
+
+def _run_stack(
+    linear: _Linear,
+    operands: list[Any],
+    token: Any,
+    places: Mapping[int, int],
+    handover: "_Handover",
+) -> list[Any]:
+    """A stack whose backward pass reads from, and writes to, what is handed over."""
+    tangent = linear.tangent
+    wrt = tangent.wrt
+    wanted = [place for place, flag in enumerate(wrt.ins) if flag]
+    first = sum(place < tangent.first_x for place in wanted)
+    numbers = {wanted.index(place) - first: leaf for place, leaf in places.items()}
+
+    @jax.custom_vjp
+    def call(args: Sequence[Any], token: Any) -> Any:
+        return tangent.run(args)
+
+    def forward(args: Sequence[Any], token: Any) -> Any:
+        args = [box.value for box in args]  # with symbolic zeros each array comes in one
+        outs, kept = tangent.forward(args)
+        return outs, [*args, *kept]
+
+    def backward(residuals: Any, cts: Any) -> Any:
+        given = [
+            None if isinstance(ct, SymbolicZero) else ct
+            for ct, flag in zip(cts, wrt.outs, strict=True)
+            if flag
+        ]
+        found = [None] * len(wrt.ins)
+        if any(ct is not None for ct in given):
+            into = handover.into(numbers)
+            pulled = iter(tangent.pull(residuals, given, into))
+            found = [next(pulled) if flag else None for flag in wrt.ins]
+            handover.take({leaf: found[place] for place, leaf in places.items()})
+        args = [None if place in places else ct for place, ct in enumerate(found)]
+        return args, jnp.zeros(())
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    with linear.scope():
+        return call(list(operands), token)
+
+
+# ---------------------------------------------------------------- what stacks write to
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows(Into):
+    """What rows are computed from.
+
+    Attributes:
+      held: by number among the differentiated xs, what is carried down the stack.
+      factor: values without rows, a list; and by number, sums of other microbatches.
+      leaves: by number, of the parameter.
+    """
+
+    leaves: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    update: Any = None
+    programs: Mapping[int, RowProgram] = dataclasses.field(default_factory=dict)
+    total: Total = lambda leaf, before, gradient: gradient
+
+    def computed(self, number: int, own: Sequence[Any], gradient: Any, index: Any) -> list[Any]:
+        """Results of the program for one row.
+
+        Args:
+          own: the row of the parameter and of each leaf of its state.
+          gradient: of the row.
+        """
+        update, leaf = self.update, self.leaves[number]
+        wholes, sums = self.factor
+        before = sums[number]
+        if before is not None:
+            before = lax.dynamic_index_in_dim(before, index, keepdims=False)
+        gradient = self.total(leaf, before, gradient)
+        names = [update.gradient(leaf), update.param(leaf), *map(update.state, update.held[leaf])]
+        rows = dict(zip(names, [gradient[None], *own], strict=True))
+        program = self.programs[leaf]
+        return program(dict(zip(program.whole, wholes[number], strict=True)), rows, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Updated(_Rows):
+    """The last pass: new rows replace the old ones, from which layers are read till then."""
+
+    def inputs(self, xs: Sequence[Any], state: Sequence[Any], wrt: Sequence[bool]) -> Sequence[Any]:
+        wanted = [place for place, flag in enumerate(wrt) if flag]
+        found = list(xs)
+        for number in self.held:
+            found[wanted[number]] = state[number][0]
+        return found
+
+    def write(self, number: int, rows: Any, gradient: Any, index: Any) -> Any:
+        if number not in self.held:
+            return super().write(number, rows, gradient, index)
+        own = [lax.dynamic_slice_in_dim(array, index, 1) for array in rows]
+        new = self.computed(number, own, gradient, index)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(array, row, index, 0)
+            for array, row in zip(rows, new, strict=True)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Summed(_Rows):
+    """A pass before: of rows nothing is kept but sums over all of them.
+
+    Attributes:
+      arrays: by number, the parameter and its state.
+    """
+
+    arrays: Any = None
+
+    def write(self, number: int, rows: Any, gradient: Any, index: Any) -> Any:
+        if number not in self.held:
+            return super().write(number, rows, gradient, index)
+        leaf = self.leaves[number]
+        own = [lax.dynamic_slice_in_dim(array, index, 1) for array in self.arrays[number]]
+        parts = self.computed(number, own, gradient, index)
+        eqns = self.update.sums_of(leaf, self.pass_number)
+        return [
+            combined(eqn, total, part) for eqn, total, part in zip(eqns, rows, parts, strict=True)
+        ]
+
+    pass_number: int = 0
+
+
+class _Handover:
+    """Arrays that are handed from stack to stack on the way back, and what is known meanwhile."""
+
+    def __init__(self, update: Update, task: Task) -> None:
+        self.update, self.task = update, task
+        self.known = Known(update, task.state, task.params)
+        self.arrays = {
+            leaf: (task.params[leaf], *(task.state[number] for number in update.held[leaf]))
+            for leaf in update.by_row
+        }
+        self.number = 0
+        self.total: Total = lambda leaf, before, gradient: gradient
+        self.sums: dict[int, list[Any]] = {}
+        self.done: set[int] = set()
+
+    def begin(self, value: Any, total: Total) -> None:
+        self.known.learn({self.update.value: value})
+        self.total = total
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.update.passes - 1
+
+    def start_pass(self, number: int) -> None:
+        update = self.update
+        self.number = number
+        self.done = set()
+        self.programs: dict[int, RowProgram] = {}
+        self.wholes: dict[int, list[Any]] = {}
+        for leaf in update.by_row:
+            wanted: list[Any] = []
+            sums = update.sums_of(leaf, number)
+            if self.is_last:
+                wanted = [update.new_param(leaf), *map(update.new_state, update.held[leaf])]
+            given = [update.gradient(leaf), update.param(leaf)]
+            given += map(update.state, update.held[leaf])
+            program = row_program(update, [*wanted, *sums], given)
+            self.programs[leaf] = program
+            # Before any loop: what is first computed in one is not there outside.
+            self.wholes[leaf] = self.known.whole(program.whole)
+            self.sums[leaf] = [identity(eqn) for eqn in sums]
+
+    def into(self, numbers: Mapping[int, int]) -> Into:
+        """What the stack with these parameters writes to."""
+        wholes = {number: self.wholes[leaf] for number, leaf in numbers.items()}
+        before = {number: self.task.before[leaf] for number, leaf in numbers.items()}
+        given: dict[str, Any] = {
+            "factor": (wholes, before),
+            "leaves": dict(numbers),
+            "update": self.update,
+            "programs": self.programs,
+            "total": self.total,
+        }
+        if self.is_last:
+            return _Updated(held={n: self.arrays[leaf] for n, leaf in numbers.items()}, **given)
+        return _Summed(
+            held={n: self.sums[leaf] for n, leaf in numbers.items()},
+            arrays={n: self.arrays[leaf] for n, leaf in numbers.items()},
+            pass_number=self.number,
+            **given,
+        )
+
+    def take(self, found: Mapping[int, Any]) -> None:
+        """What came of them."""
+        for leaf, held in found.items():
+            self.done.add(leaf)
+            if self.is_last:
+                self.arrays[leaf] = tuple(held)
+            else:
+                self.sums[leaf] = list(held)
+
+    def end_pass(self, gradients: Mapping[int, Any]) -> None:
+        """After a pass: gradients of the parameters that are not updated in it."""
+        update = self.update
+        for leaf in update.by_row:
+            if leaf not in self.done:
+                self._without_gradient(leaf)
+        self.known.learn({update.gradient(leaf): g for leaf, g in gradients.items()})
+        for leaf, sums in self.sums.items():
+            for eqn, total in zip(update.sums_of(leaf, self.number), sums, strict=True):
+                self.known.learn({eqn.outvars[0]: total})
+
+    def _without_gradient(self, leaf: int) -> None:
+        """A parameter that the value does not depend on has a gradient of zeros."""
+        into = self.into({0: leaf})
+        param = self.arrays[leaf][0]
+
+        def step(held: Any, index: Any) -> Any:
+            return into.write(0, held, jnp.zeros(param.shape[1:], param.dtype), index), None
+
+        held, _ = lax.scan(step, into.held[0], jnp.arange(param.shape[0], dtype=jnp.int32))
+        self.take({leaf: held})
+
+    def results(self) -> tuple[list[Any], list[Any]]:
+        update = self.update
+        outs: dict[Any, Any] = {}
+        wanted = [
+            var
+            for var in update.closed.jaxpr.outvars
+            if _jax.is_literal(var) or var not in update.rows
+        ]
+        rest = iter(self.known.whole(wanted))
+        for leaf in update.by_row:
+            param, *state = self.arrays[leaf]
+            outs["param", leaf] = param
+            outs |= {("state", n): a for n, a in zip(update.held[leaf], state, strict=True)}
+        avals = update.closed.out_avals
+        found = []
+        for number, aval in enumerate(avals):
+            after = number - update.num_state
+            key = ("state", number) if after < 0 else ("param", after)
+            found.append(outs[key] if key in outs else _jax.as_array(next(rest), aval))
+        return found[update.num_state :], found[: update.num_state]

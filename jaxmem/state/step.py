@@ -1,0 +1,575 @@
+"""`value_and_update`: a step in which layers are updated as the backward pass leaves them.
+
+Also known as optimizer-in-backward (PyTorch), fused update, and with SGD as LOMO (Lv et al. 2023,
+arXiv 2306.09782).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmem._util.imported import nnx_is_used
+from jaxmem._util.text import columns, size
+from jaxmem.accumulate import modules
+from jaxmem.accumulate.call import Call, positional
+from jaxmem.accumulate.gradient import Mean, accumulate, outputs
+from jaxmem.accumulate.micro import real_loss
+from jaxmem.accumulate.parts import Parts
+from jaxmem.accumulate.trees import (
+    at_least_float32,
+    described,
+    difference,
+    floating,
+    leaf_names,
+    sum_dtype,
+)
+from jaxmem.accumulate.weighted import Weighted
+from jaxmem.errors import JaxmemWarning, check_positive, warn
+from jaxmem.state import in_backward
+from jaxmem.state.in_backward import Done, Task, Total
+from jaxmem.state.update import traced
+from jaxmem.trace.arguments import is_array
+
+if TYPE_CHECKING:
+    pass
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatedLeaf:
+    """How one parameter is updated.
+
+    Attributes:
+      path: in the tree of parameters, such as "layers/up".
+      bytes: of the parameter.
+      in_backward: whether in the backward pass, layer by layer; no gradient as large as the
+        parameter exists then.
+      reason: why not, if it is not.
+    """
+
+    path: str
+    bytes: int
+    in_backward: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePlan:
+    """How a step of `value_and_update` updates its parameters, as its `explain` returns it.
+
+    Attributes:
+      leaves: of all parameters, in the order of the tree.
+      passes: how many backward passes one step has.
+    """
+
+    leaves: tuple[UpdatedLeaf, ...]
+    passes: int
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the parameters that have a gradient of their size."""
+        return sum(leaf.bytes for leaf in self.leaves if not leaf.in_backward)
+
+    def __str__(self) -> str:
+        whole = sum(leaf.bytes for leaf in self.leaves)
+        passes = "one backward pass" if self.passes == 1 else f"{self.passes} backward passes"
+        head = (
+            f"{passes}; gradients of {size(self.gradient_bytes)} exist at once, parameters have "
+            f"{size(whole)}"
+        )
+        rows = [
+            [
+                leaf.path,
+                size(leaf.bytes),
+                "in the backward pass" if leaf.in_backward else f"after it: {leaf.reason}",
+            ]
+            for leaf in self.leaves
+        ]
+        return f"{head}\n{columns(rows, right=[1])}"
+
+
+# ---------------------------------------------------------------- API
+
+
+def value_and_update(
+    fun: Callable[..., Any],
+    optimizer: Any,
+    has_aux: bool = False,
+    *,
+    microbatches: int | None = None,
+    batch_argnums: int | Sequence[int] = (1,),
+    rng_argnums: int | Sequence[int] = (),
+    carry_argnums: int | Sequence[int] = (),
+    aux: Any = "stack",
+    accumulator_dtype: Any = jnp.float32,
+    return_weight: bool = False,
+    passes: int = 2,
+) -> "Step":
+    """A training step that updates each layer as soon as the backward pass has its gradient.
+
+    Of the gradient of a layer stack only one layer's exists at a time, which saves as much
+    memory as the parameters of the stack have:
+
+        step = jax.jit(jaxmem.value_and_update(loss, optimizer), donate_argnums=(0, 1))
+        value, params, state = step(params, optimizer.init(params), batch)
+
+    It computes what the ordinary step does:
+
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+    up to the order of sums in norms; parameters and state have the same form, so that a run can go
+    from one to the other.  Donate both, or they are there twice.
+
+    A parameter is updated in the backward pass if it is stacked over the layers of one scan, read
+    by that alone and as it is, and if each row of its new value, and of its state, follows from the
+    same row of gradient, parameter and state, which is found by looking at what the optimizer
+    computes.  SGD (with it this is LOMO), momentum, Adam, AdamW, Lion, RMSProp, Adan, with
+    schedules, weight decay, masks and `inject_hyperparams`, are so.  All other parameters, such as
+    embeddings, are updated after it in the ordinary way; `explain` says which, and why.
+
+    Where an update needs sums over all rows or over all parameters first, as
+    `optax.clip_by_global_norm` and `optax.apply_if_finite` do, the backward pass runs twice, and
+    the first time keeps of each gradient nothing but its part of the sums: that costs one more
+    backward pass, with what it recomputes, about half of a step's time.  LAMB, LARS and Adafactor
+    take norms per parameter; of a stack, in optax, those over all of its layers, which would be a
+    third pass (``passes=3``); without it their stacks are updated in the ordinary way.
+
+    Args:
+      fun: returns a real scalar or a `Weighted`, and with `has_aux` a pair of that and
+        anything.  Its first argument are the parameters, or an NNX module.
+      optimizer: an optax transformation.  One that takes `value=` is told the loss.
+      has_aux: as in jax; the step then returns ((value, aux), params, state).
+      microbatches: in how many parts the batch goes through `fun`, as for
+        `jaxmem.value_and_grad`: all but the last one add to an accumulator of the parameters' size,
+        and the last one's backward pass updates.  None for the batch as it is, without one.
+      batch_argnums, rng_argnums, carry_argnums, aux, accumulator_dtype, return_weight: for
+        microbatches, as for `jaxmem.value_and_grad`; positions are those of fun's arguments.
+      passes: how many backward passes there may be.
+
+    Returns:
+      The step: (params, state, *arguments of fun) -> (value, params, state), and
+      `step.explain` of the same arguments.  With an NNX module and its `nnx.Optimizer`
+
+          step = nnx.jit(jaxmem.value_and_update(loss, optimizer))
+          value = step(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param), batch)
+
+      both are updated in place, and the value alone is returned.
+
+    Raises:
+      TypeError, ValueError: an option cannot be; at the call: the state is not of this
+        optimizer and these parameters, parameters are not floating-point arrays, or the optimizer
+        changes their form.  The text says which and what to pass instead.
+
+    Warns:
+      jaxmem.JaxmemWarning: no parameter at all is updated in the backward pass.
+
+    >>> import jax, jax.numpy as jnp, jaxmem, optax
+    >>> def loss(params, x):
+    ...     h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
+    ...     return ((h @ params["head"]) ** 2).mean()
+    >>> params = {"head": jnp.ones((4, 2)), "layers": jnp.ones((6, 4, 4))}
+    >>> optimizer, x = optax.adam(0.1), jnp.ones((3, 4))
+    >>> step = jaxmem.value_and_update(loss, optimizer)
+    >>> print(step.explain(params, optimizer.init(params), x))
+    one backward pass; gradients of 32 B exist at once, parameters have 416 B
+      head     32 B  after it: it is not stacked over the layers of one scan that alone reads it
+      layers  384 B  in the backward pass
+    >>> value, params, state = jax.jit(step)(params, optimizer.init(params), x)
+    >>> float(value), int(state[0].count)
+    (16.0, 1)
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"value_and_update takes a function, got an object of type {type(fun).__name__}"
+        )
+    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
+        raise TypeError(
+            "value_and_update takes an optax transformation, such as optax.adamw(1e-3), got "
+            f"{described(optimizer)}"
+        )
+    parts = None
+    if microbatches is not None:
+        parts = Parts.checked(
+            argnums=0,
+            has_aux=has_aux,
+            microbatches=microbatches,
+            aux=aux,
+            batch_argnums=batch_argnums,
+            rng_argnums=rng_argnums,
+            carry_argnums=carry_argnums,
+            batch_sharding=None,
+            return_weight=return_weight,
+        )
+        if 0 in parts.batch_argnums:
+            raise ValueError(
+                "batch_argnums names argument 0, the parameters; pass the positions of the batch "
+                "among fun's arguments, 1 for the one after the parameters"
+            )
+    dtype = floating("accumulator_dtype", accumulator_dtype)
+    return Step(fun, optimizer, has_aux, parts, dtype, check_positive("passes", passes))
+
+
+class Step:
+    """What `value_and_update` returns."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        optimizer: Any,
+        has_aux: bool,
+        parts: Parts | None,
+        dtype: np.dtype | None,
+        passes: int,
+    ) -> None:
+        self._fun, self._optimizer, self._has_aux = fun, optimizer, has_aux
+        self._parts, self._dtype, self._passes = parts, dtype, passes
+        functools.update_wrapper(self, fun)
+
+    def __call__(self, params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """One step; see `value_and_update`."""
+        if nnx_is_used():
+            from flax import nnx
+
+            if isinstance(params, nnx.Module):
+                return self._of_module(params, state, args, kwargs)
+        value, params, state, _ = self._run(params, state, args, kwargs)
+        return value, params, state
+
+    def explain(self, params: Any, state: Any, *args: Any, **kwargs: Any) -> UpdatePlan:
+        """Which parameters are updated in the backward pass, and why others are not.
+
+        Nothing is computed; arrays may be `jax.ShapeDtypeStruct`s.
+
+        Args: those of the step.
+        """
+        found: list[UpdatePlan] = []
+        if nnx_is_used():
+            from flax import nnx
+
+            if isinstance(params, nnx.Module):
+                graph, held = nnx.split((params, state))
+
+                def run_module(held: Any, args: Any, kwargs: Any) -> None:
+                    model, optimizer = nnx.merge(graph, held)
+                    self._of_module(model, optimizer, args, kwargs, found.append)
+
+                jax.eval_shape(run_module, held, args, kwargs)
+                return found[0]
+
+        def run(params: Any, state: Any, args: Any, kwargs: Any) -> None:
+            found.append(self._run(params, state, args, kwargs)[-1])
+
+        _abstract(run, params, state, args, kwargs)
+        return found[0]
+
+    # ------------------------------------------------------------ implementation
+
+    def _of_module(
+        self, model: Any, optimizer: Any, args: Any, kwargs: Any, tell: Any = None
+    ) -> Any:
+        from flax import nnx
+
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(
+                "an NNX module is followed by its nnx.Optimizer, got "
+                f"{described(optimizer)}; pass nnx.Optimizer(model, optimizer, wrt=nnx.Param)"
+            )
+        if optimizer.tx is not self._optimizer:
+            raise ValueError(
+                "the nnx.Optimizer was made with another optimizer than this step, of type "
+                f"{type(optimizer.tx).__name__}; pass the same one to both"
+            )
+        filters = {0: optimizer.wrt}
+        given, named = positional(self._fun, (model, *args), kwargs)
+        if self._parts is None:
+            call, own, positions = modules.pure(self._fun, given, (0,), filters, self._has_aux)
+            count = len(given)
+
+            def fun(params: Any, *rest: Any) -> Any:
+                return call(params, *rest[: count - 1], *rest[count - 1 :], **named)
+
+            state = nnx.as_pure(optimizer.opt_state)
+            (value, (after, aux)), params, state, plan = self._whole(
+                fun, True, own[0], state, own[1:], {}
+            )
+            modules.write_back(given, positions, after)
+            value = (value, aux) if self._has_aux else value
+        else:
+            state = nnx.as_pure(optimizer.opt_state)
+            value, params, state, plan = self._in_parts(given, named, state, filters)
+        nnx.update(model, params)
+        nnx.update(optimizer.opt_state, nnx.state(nnx.as_pure(state)))
+        optimizer.step[...] += 1
+        if tell is not None:
+            tell(plan)
+        return value
+
+    def _run(self, params: Any, state: Any, args: Any, kwargs: Any) -> Any:
+        """Value, parameters and state after the step, and how it was done."""
+        if self._parts is None:
+            return self._whole(self._fun, self._has_aux, params, state, args, kwargs)
+        return self._in_parts((params, *args), kwargs, state, {})
+
+    def _whole(
+        self, fun: Any, has_aux: bool, params: Any, state: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """The batch as it is."""
+        leaves, tree = jax.tree.flatten(params)
+        names = leaf_names(params, "params")
+        leaves = [_param(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        rest, rest_tree = jax.tree.flatten((args, kwargs))
+        is_traced = [isinstance(leaf, jax.Array) for leaf in rest]
+        arrays = [leaf for leaf, flag in zip(rest, is_traced, strict=True) if flag]
+        static: Any = None
+
+        def flat(*given: Any) -> list[Any]:
+            nonlocal static
+            own = iter(given[len(leaves) :])
+            full = [next(own) if flag else leaf for leaf, flag in zip(rest, is_traced, strict=True)]
+            args, kwargs = rest_tree.unflatten(full)
+            out = fun(tree.unflatten(given[: len(leaves)]), *args, **kwargs)
+            value, aux = _parted(fun, out, has_aux)
+            outs, out_tree = jax.tree.flatten(aux)
+            is_array_out = [is_array(out) for out in outs]
+            static = (
+                out_tree,
+                [None if flag else out for out, flag in zip(outs, is_array_out, strict=True)],
+                is_array_out,
+            )
+            return [value, *(out for out, flag in zip(outs, is_array_out, strict=True) if flag)]
+
+        closed = jax.make_jaxpr(flat)(*leaves, *arrays)
+
+        def seed(outs: Sequence[Any]) -> tuple[Any, Any, Total]:
+            return jnp.ones((), outs[0].dtype), outs[0], lambda leaf, before, gradient: gradient
+
+        trees = _Trees(self._optimizer, _pure(tree, leaves), leaves, state)
+        done = in_backward.run(
+            Task(
+                closed=closed,
+                params=leaves,
+                rest=arrays,
+                state=trees.state_leaves,
+                update=trees.update(closed.out_avals[0].dtype),
+                before=[None] * len(leaves),
+                seed=seed,
+                gradient_types=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves],
+                passes=self._passes,
+            )
+        )
+        value, *outs = done.outs
+        out_tree, statics, flags = static
+        own = iter(outs)
+        aux = out_tree.unflatten(
+            [next(own) if flag else out for out, flag in zip(statics, flags, strict=True)]
+        )
+        plan = _plan(done, leaves, names)
+        value = (value, aux) if has_aux else value
+        return value, tree.unflatten(done.params), trees.state_tree.unflatten(done.state), plan
+
+    def _in_parts(self, given: Any, kwargs: Any, state: Any, filters: Mapping[int, Any]) -> Any:
+        """Microbatches, the last of which updates."""
+        assert self._parts is not None
+        sink = _Updating(
+            self._dtype, None, self._optimizer, state, self._passes, self._parts.microbatches
+        )
+        result, call = accumulate(self._fun, self._parts, sink, given, kwargs, filters)
+        done = result.held
+        params = call.trees[0].unflatten(done.params)
+        leaves, names = ([of[path] for path in call.diff] for of in (call.leaves, call.names))
+        plan = _plan(done, leaves, names)
+        tree = jax.tree.structure(state)
+        return outputs(self._parts, result), params, tree.unflatten(done.state), plan
+
+
+# ---------------------------------------------------------------- implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class _Updating(Mean):
+    """Sums gradients of all microbatches but the last, in whose backward pass it updates."""
+
+    optimizer: Any
+    state: Any
+    passes: int
+    microbatches: int
+    in_backward = True
+
+    def begin(self, leaves: Sequence[jax.Array]) -> list[Any]:
+        return [None] * len(leaves) if self.microbatches == 1 else super().begin(leaves)
+
+    def nothing(self, gradient: jax.Array) -> jax.Array:
+        return super().begin([gradient])[0]
+
+    def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> Any:
+        return held
+
+    def last(
+        self,
+        call: Call,
+        closed: Any,
+        params: Sequence[Any],
+        rest: Sequence[Any],
+        held: Sequence[Any],
+        seed: Callable[[Sequence[Any]], Any],
+    ) -> Done:
+        params = list(params)
+        trees = _Trees(self.optimizer, _pure(call.trees[0], params), params, self.state)
+        types = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x, self.dtype)) for x in params]
+        return in_backward.run(
+            Task(
+                closed=closed,
+                params=params,
+                rest=rest,
+                state=trees.state_leaves,
+                update=trees.update(at_least_float32(closed.out_avals[0].dtype)),
+                before=held,
+                seed=seed,
+                gradient_types=types,
+                passes=self.passes,
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trees:
+    """The optimizer on trees, as a program on leaves."""
+
+    optimizer: Any
+    tree: Any
+    params: Sequence[Any]
+    state: Any
+
+    def __post_init__(self) -> None:
+        params = self.tree.unflatten(self.params)
+        wanted = jax.eval_shape(self.optimizer.init, params)
+        found = difference(self.state, wanted, ("the state", "what optimizer.init(params) returns"))
+        if found:
+            raise ValueError(
+                f"the state is not of this optimizer and these parameters: {found}; pass what "
+                "optimizer.init(params) returned, or what a step before did"
+            )
+
+    @property
+    def state_leaves(self) -> list[Any]:
+        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(self.state)]
+
+    @property
+    def state_tree(self) -> Any:
+        return jax.tree.structure(self.state)
+
+    def update(self, value_dtype: Any) -> Callable[[Sequence[Any]], Any]:
+        """From types of gradients to the program of the update."""
+        params = self.tree.unflatten([_type(leaf) for leaf in self.params])
+        state = self.state_tree.unflatten(self.state_leaves)
+
+        def update(gradients: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+            extra = {}
+            if isinstance(self.optimizer, optax.GradientTransformationExtraArgs):
+                extra = {"value": value}
+            updates, after = self.optimizer.update(gradients, state, params, **extra)
+            self._check(updates, params, "the updates", "the parameters")
+            new = optax.apply_updates(params, updates)
+            self._check(after, state, "the state after a step", "that before it")
+            return new, after
+
+        def program(types: Sequence[Any]) -> Any:
+            gradients = self.tree.unflatten(list(types))
+            return traced(update, gradients, state, params, jax.ShapeDtypeStruct((), value_dtype))
+
+        return program
+
+    def _check(self, new: Any, old: Any, *what: str) -> None:
+        found = difference(new, old, (what[0], what[1]))
+        if found:
+            raise ValueError(
+                f"the optimizer changes the form of what it is given: {found}; value_and_update "
+                "updates arrays in their places, and needs a transformation that keeps their form"
+            )
+
+
+def _pure(tree: Any, leaves: Sequence[Any]) -> Any:
+    """The structure of parameters as an optimizer gets them: of NNX modules, without variables."""
+    if not nnx_is_used():
+        return tree
+    from flax import nnx
+
+    return jax.tree.structure(nnx.as_pure(tree.unflatten(leaves)))
+
+
+def _type(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+
+def _param(name: str, leaf: Any) -> jax.Array:
+    if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise TypeError(
+            f"{name} is {described(leaf)}, which has no gradient; pass a tree of floating-point "
+            "arrays as the parameters, and what else the function reads as another argument"
+        )
+    return jnp.asarray(leaf)
+
+
+def _parted(fun: Any, out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    """The value, and what the function returns next to it."""
+    name = getattr(fun, "__name__", "fun")
+    aux = None
+    if has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"has_aux=True wants {name} to return a pair (loss, aux), got "
+                f"{described(out) if not isinstance(out, tuple) else f'{len(out)} values'}"
+            )
+        out, aux = out
+    elif isinstance(out, tuple):
+        raise TypeError(
+            f"{name} returned {len(out)} values; pass has_aux=True if the first is the loss"
+        )
+    return real_loss(name, out.mean if isinstance(out, Weighted) else out), aux
+
+
+def _plan(done: Done, params: Sequence[Any], names: Sequence[str]) -> UpdatePlan:
+    update = done.update
+    leaves = []
+    for number, (leaf, name) in enumerate(zip(params, names, strict=True)):
+        inside = number in update.by_row
+        reason = update.why_not.get(number) or done.elsewhere.get(number) or _NOT_STACKED
+        path = name.partition("/")[2].removesuffix("/value") or name
+        leaves.append(
+            UpdatedLeaf(path, leaf.size * leaf.dtype.itemsize, inside, "" if inside else reason)
+        )
+    if not update.by_row:
+        listed = "; ".join(f"{leaf.path}: {leaf.reason}" for leaf in leaves[:3])
+        warn(
+            "value_and_update: no parameter is updated in the backward pass, so that nothing is "
+            f"saved ({listed}).  Parameters of layers are stacked where these run in a "
+            "jax.lax.scan (nn.scan, nnx.scan, jaxmem.scan)",
+            JaxmemWarning,
+        )
+    return UpdatePlan(tuple(leaves), update.passes)
+
+
+_NOT_STACKED = "it is not stacked over the layers of one scan that alone reads it"
+
+
+def _abstract(run: Any, *args: Any) -> None:
+    """Trace a function of trees in which some leaves are arrays, or types of arrays."""
+    leaves, tree = jax.tree.flatten(args)
+    flags = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+    arrays = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+
+    def flat(*given: Any) -> None:
+        own = iter(given)
+        full = [next(own) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+        run(*tree.unflatten(full))
+
+    jax.eval_shape(flat, *arrays)
