@@ -47,8 +47,15 @@ from .rewrite.inspect import PlannedStack as PlannedStack
 from .rewrite.inspect import stacks as stacks
 from .scan import scan as scan
 from .solve.problem import Problem as Problem
+from .state import AdaLomoState as AdaLomoState
+from .state import Coded as Coded
+from .state import Companding as Companding
+from .state import Dynamic as Dynamic
 from .state import UpdatedLeaf as UpdatedLeaf
 from .state import UpdatePlan as UpdatePlan
+from .state import adalomo as adalomo
+from .state import offload_state as offload_state
+from .state import quantize_state as quantize_state
 from .state import value_and_update as value_and_update
 from .targets import CompileError as CompileError
 from .targets import Target as Target

@@ -6,7 +6,6 @@ parameters differ between releases (`jaxprs`); and primitives with rules of thei
 `rules`, `keys`).
 """
 
-import jaxmem._jax.memory
 import jaxmem._jax.rules  # noqa: F401  (the primitives get their rules)
 from jaxmem._jax.digests import digest as digest
 from jaxmem._jax.digests import exactly as exactly
@@ -53,6 +52,11 @@ from jaxmem._jax.keys import made_by as made_by
 from jaxmem._jax.keys import named as named
 from jaxmem._jax.keys import same_keys as same_keys
 from jaxmem._jax.keys import used_by as used_by
+from jaxmem._jax.memory import DEVICE as DEVICE
+from jaxmem._jax.memory import HOST as HOST
+from jaxmem._jax.memory import beside as beside
+from jaxmem._jax.memory import is_on_host as is_on_host
+from jaxmem._jax.memory import on_device as on_device
 from jaxmem._jax.primitives import Differentiable as Differentiable
 from jaxmem._jax.primitives import Linear as Linear
 from jaxmem._jax.primitives import bind_stack as bind_stack

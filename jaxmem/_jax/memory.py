@@ -1,4 +1,4 @@
-"""Memory spaces: what jax gets wrong of transfers to the host, put right."""
+"""Memory spaces: where an array is, by its type; and what jax gets wrong of transfers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +7,26 @@ import jax
 from jax._src import core
 from jax.extend.core.primitives import device_put_p
 from jax.interpreters import ad
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether an array, or what has such a type, is in host memory."""
+    aval = leaf if hasattr(leaf, "memory_space") else jax.typeof(leaf)
+    return getattr(aval, "memory_space", DEVICE) == HOST
+
+
+def on_device(leaf: Any) -> Any:
+    """The array on the device."""
+    return jax.device_put(leaf, DEVICE) if is_on_host(leaf) else leaf
+
+
+def beside(leaf: Any, other: Any) -> Any:
+    """The array in the memory where the other one is."""
+    if is_on_host(leaf) == is_on_host(other):
+        return leaf
+    return jax.device_put(leaf, HOST if is_on_host(other) else DEVICE)
 
 
 def _move_cotangents_to_device() -> None:

@@ -42,8 +42,12 @@ def unfilled(aval: Aval, length: int) -> Any:
 
 
 def varying(value: Any) -> frozenset[str]:
-    """Mesh axes along which a value differs from device to device, inside `shard_map`."""
-    kind = getattr(jax.typeof(value), "manual_axis_type", None)
+    """Mesh axes along which a value, or one of a type, differs from device to device.
+
+    That is inside `shard_map`; nowhere else are there any.
+    """
+    aval = value if isinstance(value, core.AbstractValue) else jax.typeof(value)
+    kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()))
 
 

@@ -28,7 +28,7 @@ from jaxmem.plans.plan import Plan
 from jaxmem.rewrite.apply import through
 from jaxmem.stacked import Form, Into
 from jaxmem.stacked.stack import Stack, Tangent
-from jaxmem.trace.context import note_plan
+from jaxmem.trace.context import note_plan, platform
 from jaxmem.trace.find import subjaxprs
 from jaxmem.trace.layer import Body, Layer, differentiated
 
@@ -138,13 +138,15 @@ def reversed_by(
     Raises:
       NoReverseMode: jax cannot differentiate it in reverse mode.
     """
+    casting_rows = platform() == "tpu"
     if _jax.is_stack(eqn):
         stack: Stack = eqn.params["stack"]
-        linear = stack.linear(wanted)
+        linear = stack.linear(wanted, casting_rows)
         note_plan(stack.policy, linear.plan)
         return linear, functools.partial(stack.scope, linear.layer, linear.plan)
     form = _form(eqn)
     layer = Layer(form.body, differentiated(form.body, *form.body.split_in(wanted)))
+    layer = layer.casting_rows() if casting_rows else layer
     return Tangent(form, layer, Plan.none(form.length)), contextlib.nullcontext
 
 

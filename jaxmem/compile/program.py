@@ -20,6 +20,7 @@ from jaxmem.targets import CompileError
 from jaxmem.trace.arguments import check_keywords, is_array, named_leaves
 from jaxmem.trace.context import Record, recording
 from jaxmem.trace.source import source_line
+from jaxmem.trace.state_fields import state_fields
 
 # ---------------------------------------------------------------- types
 
@@ -33,6 +34,7 @@ class Argument:
       shape, dtype, bytes: of the whole array over all devices.
       donated: whether the program may overwrite it.
       memory_kind: "pinned_host" and the like; None for device memory.
+      field: of an optimizer's state, such as "mu"; None for what is none.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Argument:
     bytes: int
     donated: bool
     memory_kind: str | None
+    field: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Program:
         infos = named_leaves(self.fn, in_args, in_kwargs, positions)
         given = [self.args[k] for k in positions] + [self.kwargs[k] for k in sorted(in_kwargs)]
         kinds = [_memory_kind(leaf) for tree in given for leaf in jax.tree.leaves(tree)]
+        fields = [field for tree in given for field in state_fields(tree)]
         return [
             Argument(
                 name=name,
@@ -135,8 +139,9 @@ class Program:
                 bytes=math.prod(info.shape) * info.dtype.itemsize,
                 donated=info.donated,
                 memory_kind=kind,
+                field=field,
             )
-            for (name, info), kind in zip(infos, kinds, strict=True)
+            for (name, info), kind, field in zip(infos, kinds, fields, strict=True)
         ]
 
     def exported(self, platform: str) -> Exported:

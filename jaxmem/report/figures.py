@@ -71,6 +71,7 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         flags=compiled.flags,
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
+        state=_state_bytes(program, compiled, arguments),
     )
 
 
@@ -97,6 +98,20 @@ def _argument_bytes(program: Program, compiled: Compiled) -> dict[str, int]:
     if rest := rest + _constants(compiled):
         found["(constants and padding)"] = rest
     return found
+
+
+def _state_bytes(
+    program: Program, compiled: Compiled, arguments: dict[str, int]
+) -> dict[str, tuple[int, int]]:
+    """Bytes of each field of the optimizer states among the arguments, on device and host."""
+    found: dict[str, tuple[int, int]] = {}
+    for argument in program.arguments:
+        if argument.field is not None:
+            here, there = found.get(argument.field, (0, 0))
+            host = _on_host(argument, compiled)
+            own = (0, argument.bytes) if host else (arguments[argument.name], 0)
+            found[argument.field] = here + own[0], there + own[1]
+    return dict(sorted(found.items(), key=lambda item: -sum(item[1])))
 
 
 def _constants(compiled: Compiled) -> int:

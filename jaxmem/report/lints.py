@@ -18,6 +18,9 @@ from jaxmem.report.report import Lint
 # Below these shares a thing is not worth a reader's time.
 _UNDONATED = 0.05
 _PADDING = 0.20
+# Of what the program needs, and of the device that it fills.
+_STATE = 0.25
+_CROWDED = 0.75
 # Of what is on the host; with less lost, it is worth being there.
 _OVERLAP = 0.50
 
@@ -38,6 +41,7 @@ def lints(program: Program, compiled: Compiled, work: Costs) -> tuple[Lint, ...]
             _overlap,
             _avoiding,
             _padding,
+            _large_state,
             _cudnn,
             _cpu,
         )
@@ -230,6 +234,32 @@ def _padding(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint
             f"{padding / live:.0%} of the memory at the peak is padding, most of it in "
             f"{worst.name} {shape}{where}",
             "make the last two dimensions multiples of 8 and 128, or fold small ones into others",
+        )
+
+
+def _large_state(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
+    capacity = compiled.capacity_bytes
+    stats = compiled.stats
+    needed = (stats.get("argument_bytes") or 0) + (stats.get("temp_bytes") or 0)
+    if capacity is None or compiled.platform == "cpu" or needed < _CROWDED * capacity:
+        return
+    wide = [
+        argument
+        for argument in program.arguments
+        if argument.field is not None
+        and argument.memory_kind is None
+        and argument.dtype in ("float32", "bfloat16", "float16")
+    ]
+    held = sum(argument.bytes for argument in wide) // compiled.devices
+    if held > _STATE * needed:
+        stored = sum(argument.bytes // int(argument.dtype[-2:]) * 8 for argument in wide)
+        fields = ", ".join(dict.fromkeys(argument.field or "" for argument in wide))
+        yield Lint(
+            "large-state",
+            f"the optimizer's state ({fields}) has {size(held)}",
+            f"jaxmem.quantize_state(optimizer) saves {size(held - stored // compiled.devices)} of "
+            "it, jaxmem.offload_state(optimizer) keeps it on the host; and "
+            "jaxmem.value_and_update(loss, optimizer) needs no gradient of layer stacks",
         )
 
 

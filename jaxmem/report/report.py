@@ -87,6 +87,8 @@ class MemoryReport(Shown):
         the target's figures are unknown.
       arguments: bytes of each argument by its path; they sum to `argument_bytes`.
         An argument that the program never reads, or that is in host memory, has 0.
+      state: of the arguments that are an optimizer's state, the bytes by its fields, such as "mu":
+        on the device, and on the host.
       buffers: what is live at the peak, largest first.
       timeline: live bytes along the program; None where the compiler gives none.
       lints: what costs memory or misleads, with remedies.
@@ -141,6 +143,7 @@ class MemoryReport(Shown):
     flags: dict[str, str] = dataclasses.field(hash=False)
     compile_seconds: float
     cached: bool
+    state: dict[str, tuple[int, int]] = dataclasses.field(hash=False, default_factory=dict)
 
     # ------------------------------------------------------------ derived
 

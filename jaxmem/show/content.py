@@ -64,12 +64,24 @@ def tables(report: "MemoryReport", most: int) -> Iterator[Table]:
             (Column(least=8), Column(right=True), Column(least=8, style="dim")),
             tuple((name, size(count), leaves) for name, count, leaves in groups),
         )
+    if sum(map(sum, report.state.values())):
+        yield state_table(report)
     items = at_peak(report)
     if items:
         yield peak_table(items, most)
     rows = tuple(work(report))
     if rows:
         yield Table("operations of one call", (Column(), Column(least=20)), rows)
+
+
+def state_table(report: "MemoryReport") -> Table:
+    """The fields of optimizer states among the arguments."""
+    rows = []
+    for name, (device, host) in report.state.items():
+        place = "" if not host else "on the host" if not device else f"and {size(host)} on the host"
+        rows.append((clean(name), size(device or host), place))
+    columns = (Column(least=8), Column(right=True), Column(least=8, style="dim"))
+    return Table("optimizer state", columns, tuple(rows))
 
 
 def verdict_style(report: "MemoryReport") -> Style:

@@ -170,10 +170,11 @@ class Stack:
         with context.inside_layer(), self.policy.as_it_stands(self, layer):
             yield
 
-    def linear(self, operands: Sequence[bool]) -> "Tangent":
+    def linear(self, operands: Sequence[bool], casting_rows: bool = False) -> "Tangent":
         """The linear part, for the derivative with respect to these operands."""
         layer = self.layer(operands)
-        return Tangent(self.form, layer, self.plan(layer))
+        plan = self.plan(layer)
+        return Tangent(self.form, layer.casting_rows() if casting_rows else layer, plan)
 
 
 # ---------------------------------------------------------------- implementation
@@ -312,7 +313,7 @@ class Tangent:
             _, vjp = jax.vjp(wanted, *self.primals(args))
             found = list(vjp([ct for ct in cts if ct is not None]))
             for number, held in into.held.items():
-                found[first_x + number] = into.add(held, found[first_x + number], into.factor)
+                found[first_x + number] = into.write_all(number, held, found[first_x + number])
             return found
 
         present = [ct for ct in cts if ct is not None]

@@ -45,6 +45,16 @@ class Into:
         """
         return xs
 
+    def written(self, xs: Sequence[Any], gradients: Sequence[Any], index: Any) -> list[Any]:
+        """One layer's gradients, in the places where they belong.
+
+        Args:
+          xs: `Cotangents.xs`.
+          gradients: of the differentiated xs.
+        """
+        pairs = zip(xs, gradients, strict=True)
+        return [self.write(number, x, g, index) for number, (x, g) in enumerate(pairs)]
+
     def write(self, number: int, rows: Any, gradient: Any, index: Any) -> Any:
         """One layer's gradient, in the place where it belongs."""
         if number not in self.held:
@@ -55,6 +65,10 @@ class Into:
             rows,
             self.add(own, gradient, self.factor),
         )
+
+    def write_all(self, number: int, rows: Any, gradients: Any) -> Any:
+        """The gradients of all layers at once, where they are there at once."""
+        return self.add(rows, gradients, self.factor)
 
 
 NOWHERE = Into()
@@ -97,10 +111,7 @@ def pull(
     return Cotangents(
         [total + g for total, g in zip(state.consts, g_consts, strict=True)],
         ct_carry,
-        [
-            into.write(number, rows, g, form.index(step))
-            for number, (rows, g) in enumerate(zip(state.xs, g_x, strict=True))
-        ],
+        into.written(state.xs, g_x, form.index(step)),
     )
 
 

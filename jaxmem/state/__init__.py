@@ -1,5 +1,12 @@
 """Training state that takes a fraction of its memory: gradients, optimizer state, parameters."""
 
+from jaxmem.state.adalomo import AdaLomoState as AdaLomoState
+from jaxmem.state.adalomo import adalomo as adalomo
+from jaxmem.state.codecs import Coded as Coded
+from jaxmem.state.codecs import Companding as Companding
+from jaxmem.state.codecs import Dynamic as Dynamic
+from jaxmem.state.offload import offload_state as offload_state
+from jaxmem.state.quantize import quantize_state as quantize_state
 from jaxmem.state.step import UpdatedLeaf as UpdatedLeaf
 from jaxmem.state.step import UpdatePlan as UpdatePlan
 from jaxmem.state.step import value_and_update as value_and_update

@@ -26,7 +26,7 @@ class Coded(NamedTuple):
 
     Attributes:
       codes: one byte per number, in the shape of the array, so that it can be sharded, sliced and
-        donated as the array would be.
+        donated as the array would be: int8 of numbers with signs, uint8 of those without.
       scales: the number of each block that the block is divided by, float32, in the shape
         `scales_shape`.
     """
@@ -53,8 +53,8 @@ class Codec(Protocol):
         """A real floating-point array, stored; without `signed`, what is below 0 becomes 0."""
         ...
 
-    def decode(self, coded: Coded, dtype: Any, *, signed: bool) -> jax.Array:
-        """The array again, rounded, in this dtype; `signed` as it was for `encode`."""
+    def decode(self, coded: Coded, dtype: Any) -> jax.Array:
+        """The array again, rounded, in this dtype."""
         ...
 
 
@@ -102,21 +102,22 @@ class Dynamic:
 
     def encode(self, value: jax.Array, *, signed: bool) -> Coded:
         blocks = _blocks(value, self.block, signed, "Dynamic.encode")
-        scales = _largest(blocks) if signed else jnp.max(blocks, axis=-1)
+        scales = _largest(blocks) if signed else _magnitude(blocks)
         ratio = blocks / _divisors(scales)
         levels = _nearest_level(jnp.abs(ratio), signed)
         if signed:
             # −1 is no level: that is there if a number and its negative both are the largest.
-            levels = 127 + jnp.where(ratio < 0, -jnp.minimum(levels, 127), levels)
+            levels = jnp.where(ratio < 0, -jnp.minimum(levels, 127), levels)
+            codes = (levels - 1).astype(jnp.int8)  # the paper's number of the level less 128
         else:
-            levels = jnp.maximum(levels, jnp.sign(blocks))
-        return Coded(_joined(levels.astype(jnp.uint8), value.shape), scales)
+            codes = jnp.maximum(levels, jnp.sign(blocks)).astype(jnp.uint8)
+        return Coded(_joined(codes, value.shape), scales)
 
-    def decode(self, coded: Coded, dtype: Any, *, signed: bool) -> jax.Array:
-        codes = _coded_blocks(coded, self, jnp.uint8)
+    def decode(self, coded: Coded, dtype: Any) -> jax.Array:
+        codes, signed = _coded_blocks(coded, self)
         levels = codes.astype(jnp.float32)
         if signed:
-            levels = levels - 127
+            levels = levels + 1
         ratio = jnp.sign(levels) * _level(jnp.abs(levels), signed)
         return _joined((ratio * coded.scales[..., None]).astype(dtype), coded.codes.shape)
 
@@ -162,7 +163,7 @@ class Companding:
 
     def encode(self, value: jax.Array, *, signed: bool) -> Coded:
         blocks = _blocks(value, self.block, signed, "Companding.encode")
-        scales = jnp.max(jnp.abs(blocks), axis=-1)
+        scales = _magnitude(blocks)
         ratio = blocks / _divisors(scales)
         if signed:
             codes = jnp.round(254 * ratio / (1 + jnp.abs(ratio))).astype(jnp.int8)
@@ -171,8 +172,8 @@ class Companding:
             codes = jnp.maximum(codes, jnp.sign(blocks)).astype(jnp.uint8)
         return Coded(_joined(codes, value.shape), scales)
 
-    def decode(self, coded: Coded, dtype: Any, *, signed: bool) -> jax.Array:
-        codes = _coded_blocks(coded, self, jnp.int8 if signed else jnp.uint8)
+    def decode(self, coded: Coded, dtype: Any) -> jax.Array:
+        codes, signed = _coded_blocks(coded, self)
         levels = codes.astype(jnp.float32)
         if signed:
             ratio = levels / (254 - jnp.abs(levels))
@@ -321,20 +322,20 @@ def _blocks(value: jax.Array, block: int, signed: bool, caller: str) -> jax.Arra
             f"{jnp.result_type(value)}; leave such an array as it is"
         )
     value = jnp.asarray(value, jnp.float32)
-    return _cut(value if signed else jnp.maximum(value, 0.0), block)
+    return _cut(value if signed else jnp.where(value < 0, 0.0, value), block)
 
 
-def _coded_blocks(coded: Coded, codec: Codec, dtype: Any) -> jax.Array:
-    """The codes with one more axis, if they are such as this codec makes."""
+def _coded_blocks(coded: Coded, codec: Codec) -> tuple[jax.Array, bool]:
+    """The codes with one more axis, if they are such as this codec makes; whether with signs."""
     codes, scales = coded
     shape = scales_shape(codes.shape, codec.block)
-    if codes.dtype != dtype or scales.shape != shape:
+    if codes.dtype not in (jnp.int8, jnp.uint8) or scales.shape != shape:
         raise ValueError(
             f"{codec!r} cannot decode {codes.dtype} codes of shape {codes.shape} with scales of "
-            f"shape {scales.shape}: for this it needs {jnp.dtype(dtype).name} codes and scales of "
-            f"shape {shape}; decode with the codec, the block and signed= of encode"
+            f"shape {scales.shape}: for this it needs int8 or uint8 codes and scales of shape "
+            f"{shape}; decode with the codec and the block of encode"
         )
-    return _cut(codes, codec.block)
+    return _cut(codes, codec.block), codes.dtype == jnp.int8
 
 
 def _cut(value: jax.Array, block: int) -> jax.Array:
@@ -364,6 +365,16 @@ def _largest(blocks: jax.Array) -> jax.Array:
     ordered = jnp.max((bits << 1) | (1 - (bits >> 31)), axis=-1)
     bits = (ordered >> 1) | ((1 - (ordered & 1)) << 31)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _magnitude(blocks: jax.Array) -> jax.Array:
+    """Of each block the largest magnitude; NaN if there is one.
+
+    Magnitudes are in order as integers as well, NaN above all others: the maximum of floats that
+    XLA's CPU compiler computes can lose it.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
 def _divisors(scales: jax.Array) -> jax.Array:

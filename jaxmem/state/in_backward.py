@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,10 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.accumulate import inplace
+from jaxmem.accumulate.devices import as_varying
 from jaxmem.stacked import Into
 from jaxmem.stacked.stack import Tangent
+from jaxmem.state import rows
 from jaxmem.state.update import (
     Known,
     RowProgram,
@@ -36,6 +38,7 @@ from jaxmem.state.update import (
     taken_apart,
 )
 from jaxmem.trace.layer import NoReverseMode
+from jaxmem.trace.source import source_line
 
 # (number of a parameter, what was summed for it or for its row, its gradient) -> the gradient.
 Total = Callable[[int, Any, Any], Any]
@@ -97,6 +100,7 @@ def run(task: Task) -> Done:
     count = len(task.params)
     stacked = inplace.find(closed, range(count), range(count))
     linear, places, elsewhere = _stacks(closed, stacked)
+    elsewhere = {**_read_in_calls(closed, count), **elsewhere}
     wanted = {leaf for own in places.values() for leaf in own.values()}
     update = taken_apart(
         task.update(task.gradient_types), count, len(task.state), wanted, task.passes
@@ -124,14 +128,14 @@ def run(task: Task) -> Done:
 
     # What is differentiated by this is differentiated in any case, though no parameter goes in.
     token = jnp.zeros(())
-    value, pull, outs = jax.vjp(
-        function, [task.params[leaf] for leaf in alone], token, has_aux=True
-    )
+    given = [_jax.on_device(task.params[leaf]) for leaf in alone]
+    value, pull, outs = jax.vjp(function, given, token, has_aux=True)
     seed, told, total = task.seed(outs)
+    seed = as_varying(seed.astype(value.dtype), _jax.varying(value))
     handover.begin(told, total)
     for number in range(update.passes):
         handover.start_pass(number)
-        gradients, _ = pull(seed.astype(value.dtype))
+        gradients, _ = pull(seed)
         handover.end_pass(
             {
                 leaf: total(leaf, task.before[leaf], gradient)
@@ -166,7 +170,7 @@ def _stacks(
     here = {id(eqn): eqn for eqn in closed.jaxpr.eqns}
     for at, own in stacked.at.items():
         if at not in here:
-            reason = "its stack is inside another call, such as jax.checkpoint or shard_map"
+            reason = "its stack is inside another call, such as a jax.jit with shardings"
             elsewhere.update(dict.fromkeys(own.values(), reason))
             continue
         try:
@@ -178,6 +182,22 @@ def _stacks(
         found[at] = _Linear(tangent, scope)
         places[at] = dict(own)
     return found, places, elsewhere
+
+
+def _read_in_calls(closed: ClosedJaxpr, count: int) -> dict[int, str]:
+    """Of operands that are read inside a call and nowhere else: that it is so."""
+    found = {}
+    for number, var in enumerate(closed.jaxpr.invars[:count]):
+        readers = [eqn for eqn in closed.jaxpr.eqns if var in eqn.invars]
+        if len(readers) != 1 or _jax.is_stack(readers[0]) or _jax.is_scan(readers[0]):
+            continue
+        if _jax.all_subjaxprs(readers[0]) or _jax.in_call(readers[0]):
+            where = source_line(readers[0])
+            is_checkpoint = _jax.in_checkpoint(readers[0]) is not None
+            name = "jax.checkpoint" if is_checkpoint else readers[0].primitive.name
+            place = f"{name} at {where}" if where else name
+            found[number] = f"it is read inside another call ({place})"
+    return found
 
 
 def _run_stack(
@@ -226,17 +246,37 @@ def _run_stack(
 # ---------------------------------------------------------------- what stacks write to
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows(Into):
-    """What rows are computed from.
+class _Held(NamedTuple):
+    """What is carried down the stack for a parameter.
 
     Attributes:
-      held: by number among the differentiated xs, what is carried down the stack.
+      arrays: in the last pass, the parameter and the leaves of its state; nothing before.
+      sums: over the rows done so far.
+    """
+
+    arrays: tuple[Any, ...]
+    sums: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows(Into):
+    """What rows are computed from, and what comes of them.
+
+    In the last pass new rows replace the old ones, from which layers are read till then.  Before,
+    nothing is kept of them but sums.
+
+    Attributes:
+      held: by number among the differentiated xs, a `_Held`.
       factor: values without rows, a list; and by number, sums of other microbatches.
       leaves: by number, of the parameter.
+      read: by number, where rows of the parameter and of its state are read in passes before the
+        last.
+      pass_number: of the backward pass.
     """
 
     leaves: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    read: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    pass_number: int = 0
     update: Any = None
     programs: Mapping[int, RowProgram] = dataclasses.field(default_factory=dict)
     total: Total = lambda leaf, before, gradient: gradient
@@ -259,51 +299,60 @@ class _Rows(Into):
         program = self.programs[leaf]
         return program(dict(zip(program.whole, wholes[number], strict=True)), rows, index)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Updated(_Rows):
-    """The last pass: new rows replace the old ones, from which layers are read till then."""
-
     def inputs(self, xs: Sequence[Any], state: Sequence[Any], wrt: Sequence[bool]) -> Sequence[Any]:
         wanted = [place for place, flag in enumerate(wrt) if flag]
         found = list(xs)
         for number in self.held:
-            found[wanted[number]] = state[number][0]
+            if state[number].arrays:
+                found[wanted[number]] = state[number].arrays[0]
+        return found
+
+    def written(self, xs: Sequence[Any], gradients: Sequence[Any], index: Any) -> list[Any]:
+        found: list[Any] = []
+        for number, (x, gradient) in enumerate(zip(xs, gradients, strict=True)):
+            if found:
+                # One after the other: a compiler holds new rows till they are in their places.
+                found[-1], gradient = lax.optimization_barrier((found[-1], gradient))
+            found.append(self.write(number, x, gradient, index))
         return found
 
     def write(self, number: int, rows: Any, gradient: Any, index: Any) -> Any:
         if number not in self.held:
             return super().write(number, rows, gradient, index)
-        own = [lax.dynamic_slice_in_dim(array, index, 1) for array in rows]
+        arrays, sums = rows
+        read = arrays or self.read[number]
+        leaf = self.leaves[number]
+        names = [self.update.param(leaf), *map(self.update.state, self.update.held[leaf])]
+        own = [
+            _jax.beside(lax.dynamic_slice_in_dim(array, index, 1), name.aval)
+            for array, name in zip(read, names, strict=True)
+        ]
         new = self.computed(number, own, gradient, index)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(array, row, index, 0)
-            for array, row in zip(rows, new, strict=True)
+        eqns = self.update.sums_of(leaf, self.pass_number)
+        parts = new[len(arrays) :]
+        return _Held(
+            tuple(
+                lax.dynamic_update_slice_in_dim(array, _jax.beside(row, array), index, 0)
+                for array, row in zip(arrays, new, strict=False)
+            ),
+            tuple(
+                combined(eqn, total, part)
+                for eqn, total, part in zip(eqns, sums, parts, strict=True)
+            ),
         )
 
+    def write_all(self, number: int, rows: Any, gradients: Any) -> Any:
+        def step(held: Any, own: Any) -> Any:
+            gradient, index = own
+            return self.write(number, held, gradient, index), None
 
-@dataclasses.dataclass(frozen=True)
-class _Summed(_Rows):
-    """A pass before: of rows nothing is kept but sums over all of them.
+        indices = jnp.arange(gradients.shape[0], dtype=jnp.int32)
+        return lax.scan(step, rows, (gradients, indices))[0]
 
-    Attributes:
-      arrays: by number, the parameter and its state.
-    """
 
-    arrays: Any = None
-
-    def write(self, number: int, rows: Any, gradient: Any, index: Any) -> Any:
-        if number not in self.held:
-            return super().write(number, rows, gradient, index)
-        leaf = self.leaves[number]
-        own = [lax.dynamic_slice_in_dim(array, index, 1) for array in self.arrays[number]]
-        parts = self.computed(number, own, gradient, index)
-        eqns = self.update.sums_of(leaf, self.pass_number)
-        return [
-            combined(eqn, total, part) for eqn, total, part in zip(eqns, rows, parts, strict=True)
-        ]
-
-    pass_number: int = 0
+def _typed_as(array: Any, var: Any) -> Any:
+    """An array that differs from device to device wherever this variable does."""
+    return as_varying(array, _jax.varying(var.aval))
 
 
 class _Handover:
@@ -311,14 +360,18 @@ class _Handover:
 
     def __init__(self, update: Update, task: Task) -> None:
         self.update, self.task = update, task
-        self.known = Known(update, task.state, task.params)
+        self.known = Known(update, task.state, list(map(_jax.on_device, task.params)))
+        # Inside `shard_map`, what is written to has the type of what is written.
         self.arrays = {
-            leaf: (task.params[leaf], *(task.state[number] for number in update.held[leaf]))
+            leaf: (
+                _typed_as(task.params[leaf], update.new_param(leaf)),
+                *(_typed_as(task.state[n], update.new_state(n)) for n in update.held[leaf]),
+            )
             for leaf in update.by_row
         }
         self.number = 0
         self.total: Total = lambda leaf, before, gradient: gradient
-        self.sums: dict[int, list[Any]] = {}
+        self.sums: dict[int, tuple[Any, ...]] = {}
         self.done: set[int] = set()
 
     def begin(self, value: Any, total: Total) -> None:
@@ -346,36 +399,33 @@ class _Handover:
             self.programs[leaf] = program
             # Before any loop: what is first computed in one is not there outside.
             self.wholes[leaf] = self.known.whole(program.whole)
-            self.sums[leaf] = [identity(eqn) for eqn in sums]
+            self.sums[leaf] = tuple(_typed_as(identity(eqn), eqn.outvars[0]) for eqn in sums)
 
     def into(self, numbers: Mapping[int, int]) -> Into:
         """What the stack with these parameters writes to."""
         wholes = {number: self.wholes[leaf] for number, leaf in numbers.items()}
         before = {number: self.task.before[leaf] for number, leaf in numbers.items()}
-        given: dict[str, Any] = {
-            "factor": (wholes, before),
-            "leaves": dict(numbers),
-            "update": self.update,
-            "programs": self.programs,
-            "total": self.total,
-        }
-        if self.is_last:
-            return _Updated(held={n: self.arrays[leaf] for n, leaf in numbers.items()}, **given)
-        return _Summed(
-            held={n: self.sums[leaf] for n, leaf in numbers.items()},
-            arrays={n: self.arrays[leaf] for n, leaf in numbers.items()},
+        return _Rows(
+            held={
+                n: _Held(self.arrays[leaf] if self.is_last else (), self.sums[leaf])
+                for n, leaf in numbers.items()
+            },
+            factor=(wholes, before),
+            leaves=dict(numbers),
+            read={n: self.arrays[leaf] for n, leaf in numbers.items()},
             pass_number=self.number,
-            **given,
+            update=self.update,
+            programs=self.programs,
+            total=self.total,
         )
 
     def take(self, found: Mapping[int, Any]) -> None:
         """What came of them."""
         for leaf, held in found.items():
             self.done.add(leaf)
+            self.sums[leaf] = held.sums
             if self.is_last:
-                self.arrays[leaf] = tuple(held)
-            else:
-                self.sums[leaf] = list(held)
+                self.arrays[leaf] = held.arrays
 
     def end_pass(self, gradients: Mapping[int, Any]) -> None:
         """After a pass: gradients of the parameters that are not updated in it."""
@@ -394,28 +444,19 @@ class _Handover:
         param = self.arrays[leaf][0]
 
         def step(held: Any, index: Any) -> Any:
-            return into.write(0, held, jnp.zeros(param.shape[1:], param.dtype), index), None
+            row = lax.dynamic_index_in_dim(param, index, keepdims=False)
+            return into.write(0, held, _jax.zeros_like(row), index), None
 
         held, _ = lax.scan(step, into.held[0], jnp.arange(param.shape[0], dtype=jnp.int32))
         self.take({leaf: held})
 
     def results(self) -> tuple[list[Any], list[Any]]:
-        update = self.update
-        outs: dict[Any, Any] = {}
-        wanted = [
-            var
-            for var in update.closed.jaxpr.outvars
-            if _jax.is_literal(var) or var not in update.rows
-        ]
-        rest = iter(self.known.whole(wanted))
-        for leaf in update.by_row:
-            param, *state = self.arrays[leaf]
-            outs["param", leaf] = param
-            outs |= {("state", n): a for n, a in zip(update.held[leaf], state, strict=True)}
-        avals = update.closed.out_avals
-        found = []
-        for number, aval in enumerate(avals):
-            after = number - update.num_state
-            key = ("state", number) if after < 0 else ("param", after)
-            found.append(outs[key] if key in outs else _jax.as_array(next(rest), aval))
-        return found[update.num_state :], found[: update.num_state]
+        """Parameters and state after the last pass."""
+        update, task = self.update, self.task
+        whole = [self.known.values.get(update.gradient(k)) for k in range(update.num_params)]
+        found = rows.finished(self.known, whole, task.state, task.params)
+        for leaf, (param, *state) in self.arrays.items():
+            found["param", leaf] = param
+            found |= {("state", n): a for n, a in zip(update.held[leaf], state, strict=True)}
+        state, params = rows.collected(self.known, found)
+        return list(map(_jax.beside, params, task.params)), state

@@ -1,9 +1,9 @@
 """What single operations do to the rows of stacked arrays.
 
 A row is one index of an axis that belongs to layers.  Where an operation computes each row of its
-result from the same row of its operands, it can be applied to one row alone: as it stands, with
-an axis of size 1 in the place of the axis of rows.  The rules here say for which operations that
-is so, where the axis goes, and which of their parameters name its size.
+result from the same row of its operands, it can be applied to one row alone, or to some: as it
+stands, with an axis of their number in the place of the axis of rows.  The rules here say for
+which operations that is so, where the axis goes, and which of their parameters name its size.
 """
 
 import dataclasses
@@ -26,17 +26,24 @@ Axes = Sequence[int | None]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How one operation is applied to one row.
+    """How one operation is applied to one row, or to some.
 
     Attributes:
       out: the axis of rows in its results.
-      into: the axis that each operand needs to have as a row; None for operands used whole.
-      params: those parameters that are others for one row.
+      into: the axis of rows that each operand needs; None for operands used whole.
+      sizes: a parameter that names the number of rows, and where in it.
     """
 
     out: int
     into: tuple[int | None, ...]
-    params: dict[str, Any]
+    sizes: tuple[str, int] | None = None
+
+    def params(self, eqn: Any, count: int) -> dict[str, Any]:
+        """Those parameters that are others for so many rows."""
+        if self.sizes is None:
+            return {}
+        name, axis = self.sizes
+        return {name: _with(eqn.params[name], axis, count)}
 
 
 # ---------------------------------------------------------------- API
@@ -60,6 +67,19 @@ def rule(eqn: Any, axes: Axes) -> Rule:
     raise Mixed(f"{name} is not known to work row by row")
 
 
+def is_known(eqn: Any) -> bool:
+    """Whether there is a rule for an operation, for some of its parameters at least."""
+    return eqn.primitive.name in ELEMENTWISE or eqn.primitive.name in {"iota", *_RULES}
+
+
+def for_one(eqn: Any, number: int) -> dict[str, Any]:
+    """The parameters of one of `EACH` for one of its operands alone."""
+    return {
+        name: value[number : number + 1] if isinstance(value, tuple) else value
+        for name, value in eqn.params.items()
+    }
+
+
 def reduces_rows(eqn: Any, axes: Axes) -> bool:
     """Whether an operation takes all rows together in a way that can be done one at a time."""
     return eqn.primitive.name in COMBINED and axes[0] in eqn.params["axes"]
@@ -76,20 +96,21 @@ def without_rows(eqn: Any, axis: int) -> Rule | None:
         return None
     if name == "broadcast_in_dim":
         placed = tuple(eqn.params["broadcast_dimensions"])
-        shape = _with(eqn.params["shape"], axis, 1)
         into = placed.index(axis) if axis in placed else None
         if into is not None and eqn.invars[0].aval.shape[into] == 1:
             into = None
-        return Rule(axis, (into, *[None] * (len(eqn.invars) - 1)), {"shape": shape})
+        return Rule(axis, (into, *[None] * (len(eqn.invars) - 1)), ("shape", axis))
     if name == "iota" and eqn.params["dimension"] != axis:
-        return Rule(axis, (), {"shape": _with(eqn.params["shape"], axis, 1)})
+        return Rule(axis, (), ("shape", axis))
     if name in ELEMENTWISE:
         size = out.aval.shape[axis]
+        if any(atom.aval.ndim not in (0, out.aval.ndim) for atom in eqn.invars):
+            return None  # numbers are cast to others that take more or fewer bytes
         into = tuple(
             axis if atom.aval.ndim > axis and atom.aval.shape[axis] == size else None
             for atom in eqn.invars
         )
-        return Rule(axis, into, {})
+        return Rule(axis, into)
     return None
 
 
@@ -102,6 +123,9 @@ COMBINED = {
     "reduce_and": "and",
     "reduce_or": "or",
 }
+
+# Operations that do the same to each of their operands, alone.
+EACH = ("optimization_barrier", "device_put")
 
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -126,12 +150,14 @@ def _elementwise(eqn: Any, axes: Axes) -> Rule:
     size = next(
         atom.aval.shape[axis] for atom, own in zip(eqn.invars, axes, strict=True) if own is not None
     )
+    if any(out.aval.shape[axis : axis + 1] != (size,) for out in eqn.outvars):
+        raise Mixed(f"{eqn.primitive.name} makes of the axis of rows another one")
     into = []
     for atom, own in zip(eqn.invars, axes, strict=True):
         shape = getattr(atom.aval, "shape", ())
         whole = own is None and (len(shape) <= axis or shape[axis] != size)
         into.append(None if whole else axis)
-    return Rule(axis, tuple(into), {})
+    return Rule(axis, tuple(into))
 
 
 def _broadcast(eqn: Any, axes: Axes) -> Rule:
@@ -141,7 +167,7 @@ def _broadcast(eqn: Any, axes: Axes) -> Rule:
     if shape[out] != eqn.invars[0].aval.shape[axis]:
         raise Mixed("broadcast_in_dim repeats one row")
     into = (axis, *[None] * (len(axes) - 1))
-    return Rule(out, into, {"shape": _with(shape, out, 1)})
+    return Rule(out, into, ("shape", out))
 
 
 def _reshape(eqn: Any, axes: Axes) -> Rule:
@@ -155,7 +181,7 @@ def _reshape(eqn: Any, axes: Axes) -> Rule:
         raise Mixed(f"reshape from {before} to {after} joins or splits rows")
     if eqn.params.get("dimensions") is not None:
         raise Mixed("reshape reorders")
-    return Rule(out, (axis, *[None] * (len(axes) - 1)), {"new_sizes": _with(after, out, 1)})
+    return Rule(out, (axis, *[None] * (len(axes) - 1)), ("new_sizes", out))
 
 
 def _squeeze(eqn: Any, axes: Axes) -> Rule:
@@ -163,12 +189,12 @@ def _squeeze(eqn: Any, axes: Axes) -> Rule:
     gone = eqn.params["dimensions"]
     if axis in gone:
         raise Mixed("squeeze takes the axis of rows away")
-    return Rule(axis - sum(d < axis for d in gone), (axis,), {})
+    return Rule(axis - sum(d < axis for d in gone), (axis,))
 
 
 def _transpose(eqn: Any, axes: Axes) -> Rule:
     axis = _first(eqn, axes)
-    return Rule(tuple(eqn.params["permutation"]).index(axis), (axis,), {})
+    return Rule(tuple(eqn.params["permutation"]).index(axis), (axis,))
 
 
 def _reduced(eqn: Any, axes: Axes) -> Rule:
@@ -176,7 +202,7 @@ def _reduced(eqn: Any, axes: Axes) -> Rule:
     gone = eqn.params["axes"]
     if axis in gone:
         raise Mixed(f"{eqn.primitive.name} takes all rows together")
-    return Rule(axis - sum(d < axis for d in gone), (axis, *[None] * (len(axes) - 1)), {})
+    return Rule(axis - sum(d < axis for d in gone), (axis, *[None] * (len(axes) - 1)))
 
 
 def _along(key: str) -> Callable[[Any, Axes], Rule]:
@@ -196,7 +222,7 @@ def _padded(eqn: Any, axes: Axes) -> Rule:
     axis = _first(eqn, axes)
     if tuple(eqn.params["padding_config"][axis]) != (0, 0, 0):
         raise Mixed("pad adds rows")
-    return Rule(axis, (axis, None), {})
+    return Rule(axis, (axis, None))
 
 
 def _sliced(eqn: Any, axes: Axes) -> Rule:
@@ -206,7 +232,7 @@ def _sliced(eqn: Any, axes: Axes) -> Rule:
     size = eqn.invars[0].aval.shape[axis]
     if (start[axis], limit[axis]) != (0, size) or (strides is not None and strides[axis] != 1):
         raise Mixed("slice takes some of the rows")
-    return Rule(axis, (axis,), {"limit_indices": _with(limit, axis, 1)})
+    return Rule(axis, (axis,), ("limit_indices", axis))
 
 
 def _product(eqn: Any, axes: Axes) -> Rule:
@@ -236,7 +262,7 @@ def _product(eqn: Any, axes: Axes) -> Rule:
             raise Mixed("dot_general takes rows along one axis and rows along another")
         out = place
     assert out is not None
-    return Rule(out, into, {})
+    return Rule(out, into)
 
 
 def _first(eqn: Any, axes: Axes) -> int:
@@ -261,6 +287,7 @@ _RULES: dict[str, Callable[[Any, Axes], Rule]] = {
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
     "concatenate": _along("dimension"),
+    "split": _along("axis"),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     **dict.fromkeys(
         (*COMBINED, "reduce_prod", "reduce_xor", "argmax", "argmin"),

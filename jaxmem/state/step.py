@@ -7,17 +7,18 @@ arXiv 2306.09782).
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmem import _jax
 from jaxmem._util.imported import nnx_is_used
 from jaxmem._util.text import columns, size
 from jaxmem.accumulate import modules
-from jaxmem.accumulate.call import Call, positional
+from jaxmem.accumulate.call import Call, positional, there
 from jaxmem.accumulate.gradient import Mean, accumulate, outputs
 from jaxmem.accumulate.micro import real_loss
 from jaxmem.accumulate.parts import Parts
@@ -35,9 +36,6 @@ from jaxmem.state import in_backward
 from jaxmem.state.in_backward import Done, Task, Total
 from jaxmem.state.update import traced
 from jaxmem.trace.arguments import is_array
-
-if TYPE_CHECKING:
-    pass
 
 # ---------------------------------------------------------------- types
 
@@ -184,8 +182,8 @@ def value_and_update(
       head     32 B  after it: it is not stacked over the layers of one scan that alone reads it
       layers  384 B  in the backward pass
     >>> value, params, state = jax.jit(step)(params, optimizer.init(params), x)
-    >>> float(value), int(state[0].count)
-    (16.0, 1)
+    >>> round(float(value), 2), int(state[0].count)
+    (15.98, 1)
     """
     if not callable(fun):
         raise TypeError(
@@ -197,7 +195,13 @@ def value_and_update(
             f"{described(optimizer)}"
         )
     parts = None
-    if microbatches is not None:
+    if microbatches is None:
+        if return_weight:
+            raise ValueError(
+                "return_weight=True is for a batch in microbatches; pass microbatches=1, or leave "
+                "it out"
+            )
+    else:
         parts = Parts.checked(
             argnums=0,
             has_aux=has_aux,
@@ -210,10 +214,7 @@ def value_and_update(
             return_weight=return_weight,
         )
         if 0 in parts.batch_argnums:
-            raise ValueError(
-                "batch_argnums names argument 0, the parameters; pass the positions of the batch "
-                "among fun's arguments, 1 for the one after the parameters"
-            )
+            raise ValueError(_BATCH_IS_PARAMS)
     dtype = floating("accumulator_dtype", accumulator_dtype)
     return Step(fun, optimizer, has_aux, parts, dtype, check_positive("passes", passes))
 
@@ -233,6 +234,7 @@ class Step:
         self._fun, self._optimizer, self._has_aux = fun, optimizer, has_aux
         self._parts, self._dtype, self._passes = parts, dtype, passes
         functools.update_wrapper(self, fun)
+        vars(self).pop("__wrapped__")  # whose signature has no state
 
     def __call__(self, params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         """One step; see `value_and_update`."""
@@ -317,6 +319,9 @@ class Step:
         """Value, parameters and state after the step, and how it was done."""
         if self._parts is None:
             return self._whole(self._fun, self._has_aux, params, state, args, kwargs)
+        leaves, tree = jax.tree.flatten(params)
+        names = leaf_names(params, "params")
+        params = tree.unflatten(map(_param, names, leaves))
         return self._in_parts((params, *args), kwargs, state, {})
 
     def _whole(
@@ -347,7 +352,9 @@ class Step:
             )
             return [value, *(out for out, flag in zip(outs, is_array_out, strict=True) if flag)]
 
-        closed = jax.make_jaxpr(flat)(*leaves, *arrays)
+        # The function is written for arrays on the device; stacks on the host go there by layers.
+        here = [_type(leaf, leaf.dtype) if _jax.is_on_host(leaf) else leaf for leaf in leaves]
+        closed = jax.make_jaxpr(flat)(*here, *arrays)
 
         def seed(outs: Sequence[Any]) -> tuple[Any, Any, Total]:
             return jnp.ones((), outs[0].dtype), outs[0], lambda leaf, before, gradient: gradient
@@ -359,10 +366,10 @@ class Step:
                 params=leaves,
                 rest=arrays,
                 state=trees.state_leaves,
-                update=trees.update(closed.out_avals[0].dtype),
+                update=trees.update(_type(closed.out_avals[0], closed.out_avals[0].dtype)),
                 before=[None] * len(leaves),
                 seed=seed,
-                gradient_types=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves],
+                gradient_types=[_type(leaf, leaf.dtype) for leaf in leaves],
                 passes=self._passes,
             )
         )
@@ -379,6 +386,9 @@ class Step:
     def _in_parts(self, given: Any, kwargs: Any, state: Any, filters: Mapping[int, Any]) -> Any:
         """Microbatches, the last of which updates."""
         assert self._parts is not None
+        given, kwargs = positional(self._fun, given, kwargs)
+        if 0 in there(self._fun, given, "batch_argnums", self._parts.batch_argnums):
+            raise ValueError(_BATCH_IS_PARAMS)
         sink = _Updating(
             self._dtype, None, self._optimizer, state, self._passes, self._parts.microbatches
         )
@@ -424,14 +434,15 @@ class _Updating(Mean):
     ) -> Done:
         params = list(params)
         trees = _Trees(self.optimizer, _pure(call.trees[0], params), params, self.state)
-        types = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x, self.dtype)) for x in params]
+        types = [_type(leaf, sum_dtype(leaf, self.dtype)) for leaf in params]
+        value = closed.out_avals[0]
         return in_backward.run(
             Task(
                 closed=closed,
                 params=params,
                 rest=rest,
                 state=trees.state_leaves,
-                update=trees.update(at_least_float32(closed.out_avals[0].dtype)),
+                update=trees.update(_type(value, at_least_float32(value.dtype))),
                 before=held,
                 seed=seed,
                 gradient_types=types,
@@ -467,26 +478,47 @@ class _Trees:
     def state_tree(self) -> Any:
         return jax.tree.structure(self.state)
 
-    def update(self, value_dtype: Any) -> Callable[[Sequence[Any]], Any]:
-        """From types of gradients to the program of the update."""
-        params = self.tree.unflatten([_type(leaf) for leaf in self.params])
+    def update(self, value: Any) -> Callable[[Sequence[Any]], Any]:
+        """From types of gradients to the program of the update; `value` is the loss's type."""
+        params = self.tree.unflatten([_type(leaf, leaf.dtype) for leaf in self.params])
         state = self.state_tree.unflatten(self.state_leaves)
 
         def update(gradients: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
             extra = {}
             if isinstance(self.optimizer, optax.GradientTransformationExtraArgs):
                 extra = {"value": value}
-            updates, after = self.optimizer.update(gradients, state, params, **extra)
-            self._check(updates, params, "the updates", "the parameters")
+            updates, after = self._call(gradients, state, params, extra)
+            self._check(updates, params, "the tree of updates", "that of the parameters")
             new = optax.apply_updates(params, updates)
             self._check(after, state, "the state after a step", "that before it")
             return new, after
 
         def program(types: Sequence[Any]) -> Any:
             gradients = self.tree.unflatten(list(types))
-            return traced(update, gradients, state, params, jax.ShapeDtypeStruct((), value_dtype))
+            return traced(update, gradients, state, params, value)
 
         return program
+
+    def _call(self, gradients: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
+        try:
+            found = self.optimizer.update(gradients, state, params, **extra)
+        except (TypeError, ValueError) as error:
+            if type(error) not in (TypeError, ValueError):  # jax's own explain themselves
+                raise
+            raise TypeError(
+                "the optimizer's update fails when called as value_and_update does, with "
+                f"gradients, state, parameters{' and value=' if extra else ''}: "
+                f"{str(error).rstrip('.')}.  One that "
+                "evaluates the loss itself, such as optax.lbfgs with its line search, needs the "
+                "ordinary step; others have to be transformations as optax defines them"
+            ) from error
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(
+                "the optimizer's update has to return a pair of updates and state, got an object "
+                f"of type {type(found).__name__}; value_and_update takes transformations as optax "
+                "defines them"
+            )
+        return found
 
     def _check(self, new: Any, old: Any, *what: str) -> None:
         found = difference(new, old, (what[0], what[1]))
@@ -506,12 +538,16 @@ def _pure(tree: Any, leaves: Sequence[Any]) -> Any:
     return jax.tree.structure(nnx.as_pure(tree.unflatten(leaves)))
 
 
-def _type(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+def _type(leaf: Any, dtype: Any) -> Any:
+    """The type of an array on the device (or one), with another dtype."""
+    if not isinstance(leaf, jax.Array):
+        return leaf.update(dtype=dtype, weak_type=False)
+    return jax.typeof(leaf).update(dtype=dtype, weak_type=False, memory_space=_jax.DEVICE)
 
 
 def _param(name: str, leaf: Any) -> jax.Array:
-    if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    is_number = is_array(leaf) or isinstance(leaf, float | complex)
+    if not is_number or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
         raise TypeError(
             f"{name} is {described(leaf)}, which has no gradient; pass a tree of floating-point "
             "arrays as the parameters, and what else the function reads as another argument"
@@ -549,6 +585,7 @@ def _plan(done: Done, params: Sequence[Any], names: Sequence[str]) -> UpdatePlan
         )
     if not update.by_row:
         listed = "; ".join(f"{leaf.path}: {leaf.reason}" for leaf in leaves[:3])
+        listed = listed or "there are no parameters"
         warn(
             "value_and_update: no parameter is updated in the backward pass, so that nothing is "
             f"saved ({listed}).  Parameters of layers are stacked where these run in a "
@@ -558,6 +595,10 @@ def _plan(done: Done, params: Sequence[Any], names: Sequence[str]) -> UpdatePlan
     return UpdatePlan(tuple(leaves), update.passes)
 
 
+_BATCH_IS_PARAMS = (
+    "batch_argnums names argument 0, the parameters; pass the positions of the batch among fun's "
+    "arguments, 1 for the one after the parameters"
+)
 _NOT_STACKED = "it is not stacked over the layers of one scan that alone reads it"
 
 

@@ -9,16 +9,19 @@ the first row is updated: the backward pass is then run once more, and that time
 sums is kept of each gradient.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import core, lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.accumulate.trees import at_least_float32
 from jaxmem.state import rules
 from jaxmem.trace.source import source_line
 
@@ -109,6 +112,21 @@ class Update:
 # ---------------------------------------------------------------- API
 
 
+@contextlib.contextmanager
+def as_a_whole() -> Iterator[None]:
+    """While open, an update is traced as a whole, and taken apart by what has it traced."""
+    token = _as_a_whole.set(True)
+    try:
+        yield
+    finally:
+        _as_a_whole.reset(token)
+
+
+def is_as_a_whole() -> bool:
+    """Whether `as_a_whole` is open."""
+    return _as_a_whole.get()
+
+
 def traced(update: Any, gradients: Any, state: Any, params: Any, value: Any) -> ClosedJaxpr:
     """The program of `update`, with what can be looked into in its place."""
     flat, tree = jax.tree.flatten((gradients, state, params, value))
@@ -117,12 +135,18 @@ def traced(update: Any, gradients: Any, state: Any, params: Any, value: Any) -> 
         new_params, new_state = update(*tree.unflatten(flat))
         return [*jax.tree.leaves(new_state), *jax.tree.leaves(new_params)]
 
-    closed = _jax.trace(run, [_typed(leaf) for leaf in flat])
+    with as_a_whole():
+        closed = _jax.trace(run, [_typed(leaf) for leaf in flat])
     return _jax.trace(lambda *flat: _jax.evaluate(closed, flat, _looked_into), closed.in_avals)
 
 
 def taken_apart(
-    closed: ClosedJaxpr, num_params: int, num_state: int, wanted: Collection[int], passes: int
+    closed: ClosedJaxpr,
+    num_params: int,
+    num_state: int,
+    wanted: Collection[int],
+    passes: int,
+    over_gradients: bool = False,
 ) -> Update:
     """Which of the parameters can be updated row by row.
 
@@ -130,23 +154,28 @@ def taken_apart(
       closed: see `Update`.
       wanted: numbers of the parameters that are to be, rows along their first axis.
       passes: how many backward passes there may be.
+      over_gradients: whether results replace the gradients, and not the parameters.
     """
     why_not: dict[int, str] = {}
     held: dict[int, set[int]] = {leaf: set() for leaf in wanted}
+    settled = False  # whether it is known which leaves of the state go with which parameter
     while True:
-        search = _Search(closed, num_params, num_state, held, passes)
+        search = _Search(closed, num_params, num_state, held, passes, over_gradients, settled)
         if search.refused:
             for leaf, reason in search.refused.items():
                 why_not[leaf] = reason
                 held.pop(leaf, None)
                 for own in held.values():
                     own.clear()
+            settled = False
             continue
         if search.more:
             for leaf, numbers in search.more.items():
                 held[leaf] |= numbers
             continue
-        break
+        if settled:
+            break
+        settled = True
     return Update(
         closed=closed,
         num_params=num_params,
@@ -168,6 +197,7 @@ class RowProgram:
     variable with the axis along which a row of it is meant.
 
     Attributes:
+      count: of how many rows at once.
       steps: operations with the parameters that differ, the sources of their operands, and the
         variables and axis of what they make.
       cut: variables of which a row is cut out of the whole, and the axis.
@@ -175,22 +205,23 @@ class RowProgram:
       results: sources of the results.
     """
 
+    count: int
     steps: tuple[tuple[Any, Mapping[str, Any], tuple[Any, ...], tuple[Any, ...]], ...]
     cut: tuple[tuple[Any, int], ...]
     whole: tuple[Any, ...]
     results: tuple[Any, ...]
 
     def __call__(self, whole: Mapping[Any, Any], rows: Mapping[Any, Any], index: Any) -> list[Any]:
-        """The results for one row.
+        """The results for some rows.
 
         Args:
           whole: values of variables without rows.
-          rows: of operands that have rows, theirs, the axis of rows being of size 1.
-          index: which row it is.
+          rows: of operands that have rows, these.
+          index: which is the first.
         """
         known: dict[Any, Any] = {(var, 0): row for var, row in rows.items()}
         for var, axis in self.cut:
-            known[var, axis] = lax.dynamic_slice_in_dim(whole[var], index, 1, axis)
+            known[var, axis] = lax.dynamic_slice_in_dim(whole[var], index, self.count, axis)
 
         def read(source: Any) -> Any:
             if isinstance(source, tuple):
@@ -203,14 +234,16 @@ class RowProgram:
         return [read(source) for source in self.results]
 
 
-def row_program(update: Update, wanted: Sequence[Any], given: Sequence[Any]) -> RowProgram:
-    """How these are computed for one row.
+def row_program(
+    update: Update, wanted: Sequence[Any], given: Sequence[Any], count: int = 1
+) -> RowProgram:
+    """How these are computed for so many rows.
 
     Args:
       wanted: variables with rows, or operations that take all rows together: what they make of one.
       given: operands that have rows.
     """
-    build = _Build(update, given)
+    build = _Build(update, given, count)
     results = []
     for want in wanted:
         if not hasattr(want, "invars"):
@@ -222,7 +255,11 @@ def row_program(update: Update, wanted: Sequence[Any], given: Sequence[Any]) -> 
         build.steps.append((want, {}, (source,), (made,)))
         results.append(made)
     return RowProgram(
-        tuple(build.steps), tuple(build.cut), tuple(dict.fromkeys(build.whole)), tuple(results)
+        count=count,
+        steps=tuple(build.steps),
+        cut=tuple(build.cut),
+        whole=tuple(dict.fromkeys(build.whole)),
+        results=tuple(results),
     )
 
 
@@ -241,7 +278,9 @@ class Known:
                 self.values[update.param(number)] = leaf
 
     def learn(self, values: Mapping[Any, Any]) -> None:
-        self.values.update(values)
+        for var, value in values.items():
+            narrower = hasattr(value, "dtype") and value.dtype != var.aval.dtype
+            self.values[var] = value.astype(var.aval.dtype) if narrower else value
 
     def whole(self, wanted: Sequence[Any]) -> list[Any]:
         """Values of variables without rows."""
@@ -254,9 +293,13 @@ class Known:
 
 
 def combined(eqn: Any, first: Any, second: Any) -> Any:
-    """What an operation over all rows gives for two parts of them, from what it gives for each."""
+    """What an operation over all rows gives for two parts of them, from what it gives for each.
+
+    Args:
+      first: of `identity`, or what came of this before; sums are in float32 at the least.
+    """
     kind = rules.COMBINED[eqn.primitive.name]
-    return _COMBINE[kind](first, second)
+    return _COMBINE[kind](first, second.astype(first.dtype))
 
 
 def identity(eqn: Any) -> jax.Array:
@@ -268,10 +311,14 @@ def identity(eqn: Any) -> jax.Array:
         info: Any = None if floating else jnp.iinfo(aval.dtype)
         least, most = (-jnp.inf, jnp.inf) if floating else (info.min, info.max)
         return jnp.full(aval.shape, least if kind == "max" else most, aval.dtype)
-    return jnp.full(aval.shape, kind == "and", aval.dtype)
+    is_sum = kind == "add" and jnp.issubdtype(aval.dtype, jnp.inexact)
+    dtype = at_least_float32(aval.dtype) if is_sum else aval.dtype
+    return jnp.full(aval.shape, kind == "and", dtype)
 
 
 # ---------------------------------------------------------------- implementation
+
+_as_a_whole: contextvars.ContextVar[bool] = contextvars.ContextVar("as_a_whole", default=False)
 
 _COMBINE = {
     "add": jnp.add,
@@ -284,28 +331,47 @@ _COMBINE = {
 
 def _typed(leaf: Any) -> Any:
     """The type of an array, or what is one already."""
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    is_type = isinstance(leaf, jax.ShapeDtypeStruct | core.ShapedArray)
+    return leaf if is_type else jax.typeof(leaf)
 
 
 def _looked_into(eqn: Any, operands: list[Any]) -> list[Any] | None:
     """For `evaluate`: calls inlined, and of a choice between branches both run, and selected from.
 
-    An update has no side effects, and a row of a branch that is not taken costs little.
+    An update has no side effects, and a row of a branch that is not taken costs little, unless
+    there are loops or the like in it.
     """
     inner = _jax.in_call(eqn)
     if inner is not None:
         return _jax.evaluate(inner, operands, _looked_into)
-    if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
+    if eqn.primitive.name in rules.EACH and len(operands) > 1:
+        return [
+            _jax.bound_with(eqn, rules.for_one(eqn, number), operand)[0]
+            for number, operand in enumerate(operands)
+        ]
+    if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2 or eqn.effects:
         return None
-    if eqn.effects:
+    branches = [_jax.as_closed(branch) for branch in eqn.params["branches"]]
+    if not all(map(_is_cheap, branches)):
         return None
     which, *rest = operands
-    no, yes = (
-        _jax.evaluate(_jax.as_closed(branch), rest, _looked_into)
-        for branch in eqn.params["branches"]
-    )
+    no, yes = (_jax.evaluate(branch, rest, _looked_into) for branch in branches)
     which = lax.convert_element_type(which, bool)
     return [lax.select(which, jnp.asarray(a), jnp.asarray(b)) for a, b in zip(yes, no, strict=True)]
+
+
+def _is_cheap(closed: ClosedJaxpr) -> bool:
+    """Whether a program is operations that have rules, and calls and choices of such."""
+
+    def is_cheap(eqn: Any) -> bool:
+        inner = _jax.in_call(eqn)
+        if inner is not None:
+            return _is_cheap(inner)
+        if eqn.primitive.name == "cond":
+            return all(_is_cheap(_jax.as_closed(branch)) for branch in eqn.params["branches"])
+        return rules.is_known(eqn)
+
+    return all(map(is_cheap, closed.jaxpr.eqns))
 
 
 def _axes(eqn: Any, rows: Mapping[Any, Rows]) -> list[int | None]:
@@ -316,8 +382,8 @@ def _axes(eqn: Any, rows: Mapping[Any, Rows]) -> list[int | None]:
 class _Build:
     """Finds the operations that make rows, each once, and what they read."""
 
-    def __init__(self, update: Update, given: Sequence[Any]) -> None:
-        self.update = update
+    def __init__(self, update: Update, given: Sequence[Any], count: int) -> None:
+        self.update, self.count = update, count
         self.makers = {var: eqn for eqn in update.closed.jaxpr.eqns for var in eqn.outvars}
         self.known: set[Any] = {(var, update.rows[var].axis) for var in given}
         self.steps: list[Any] = []
@@ -355,7 +421,7 @@ class _Build:
                 continue
             made = tuple((out, how.out) for out in eqn.outvars)
             self.whole += [s for s in sources if _jax.is_var(s) and not isinstance(s, tuple)]
-            self.steps.append((eqn, how.params, sources, made))
+            self.steps.append((eqn, how.params(eqn, self.count), sources, made))
             self.known.update(made)
         return wanted
 
@@ -377,6 +443,8 @@ class _Search:
         num_state: int,
         held: Mapping[int, set[int]],
         passes: int,
+        over_gradients: bool,
+        settled: bool,
     ) -> None:
         self.jaxpr = jaxpr = closed.jaxpr
         self.rows: dict[Any, Rows] = {}
@@ -384,6 +452,8 @@ class _Search:
         self.refused: dict[int, str] = {}
         self.more: dict[int, set[int]] = {}
         self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        # Of each variable, over the rows of which parameters something in it was summed.
+        self._summed: dict[Any, frozenset[int]] = {}
         for leaf in range(num_params):
             if leaf in held:
                 self.rows[jaxpr.invars[leaf]] = Rows(leaf, 0)
@@ -393,26 +463,34 @@ class _Search:
             else:
                 # Known when the backward pass is over.
                 self.after[jaxpr.invars[leaf]] = 1
-        for eqn in jaxpr.eqns:
-            self._follow(eqn)
+        for index in sorted(_jax.needed(closed, jaxpr.outvars, keep_effects=False)):
+            self._follow(jaxpr.eqns[index], settled)
             if self.refused:
                 return
         self.passes = 1
         for var in jaxpr.outvars:
-            if not _jax.is_literal(var) and var in self.rows:
-                wanted = self.after[var] + 1
-                if wanted > passes:
-                    self.refused[self.rows[var].leaf] = (
-                        f"its update needs {wanted} backward passes, for norms or the like over "
-                        f"all rows; pass passes={wanted} if they are worth it"
-                    )
-                self.passes = max(self.passes, wanted)
+            if not _jax.is_literal(var):
+                self._count(var, passes)
+        self._replaced = 0 if over_gradients else num_params + num_state
         self._check(num_params, num_state, held)
 
-    def _follow(self, eqn: Any) -> None:
+    def _count(self, var: Any, passes: int) -> None:
+        """How many backward passes a result needs: what has rows gets them in the last one."""
+        wanted = self.after[var] + (var in self.rows)
+        if wanted > passes:
+            leaves = {self.rows[var].leaf} if var in self.rows else self._summed[var]
+            reason = (
+                f"its update needs {wanted} backward passes, for norms or the like over "
+                f"all rows; pass passes={wanted} if they are worth it"
+            )
+            self.refused.update(dict.fromkeys(leaves, reason))
+        self.passes = max(self.passes, wanted)
+
+    def _follow(self, eqn: Any, settled: bool) -> None:
         atoms = [atom for atom in eqn.invars if not _jax.is_literal(atom)]
         after = max((self.after[atom] for atom in atoms), default=0)
         leaves = sorted({self.rows[atom].leaf for atom in atoms if atom in self.rows})
+        summed = frozenset().union(*(self._summed.get(atom, ()) for atom in atoms))
         found: Rows | None = None
         if len(leaves) > 1:
             self._refuse(leaves, eqn, "takes it together with another parameter")
@@ -420,15 +498,18 @@ class _Search:
             axes = _axes(eqn, self.rows)
             if rules.reduces_rows(eqn, axes):
                 after += 1
+                summed |= {leaves[0]}
             else:
                 try:
                     how = rules.rule(eqn, axes)
-                    self._check_cut(eqn, how)
+                    if settled:
+                        self._check_cut(eqn, how)
                     found = Rows(leaves[0], how.out)
                 except rules.Mixed as error:
                     self._refuse(leaves, eqn, str(error))
         for var in eqn.outvars:
             self.after[var] = after
+            self._summed[var] = summed
             if found is not None:
                 self.rows[var] = found
 
@@ -452,8 +533,9 @@ class _Search:
 
     def _refuse(self, leaves: Sequence[int], eqn: Any, reason: str) -> None:
         where = source_line(eqn)
+        place = f"{eqn.primitive.name} at {where}" if where else eqn.primitive.name
         for leaf in leaves:
-            self.refused.setdefault(leaf, f"{reason} ({eqn.primitive.name} at {where})")
+            self.refused.setdefault(leaf, f"{reason} ({place})")
 
     def _check(self, num_params: int, num_state: int, held: Mapping[int, set[int]]) -> None:
         for number, var in enumerate(self.jaxpr.outvars[:num_state]):
@@ -472,10 +554,15 @@ class _Search:
                 )
             elif number not in held[own.leaf]:
                 self.more.setdefault(own.leaf, set()).add(number)
-        for leaf in held:
+        for leaf in range(num_params):
             var = self.jaxpr.outvars[num_state + leaf]
             own = None if _jax.is_literal(var) else self.rows.get(var)
-            before = self.jaxpr.invars[num_params + num_state + leaf].aval
+            if leaf not in held:
+                if own is not None:
+                    reason = "the new value of another parameter is made of its rows"
+                    self.refused.setdefault(own.leaf, reason)
+                continue
+            before = self.jaxpr.invars[self._replaced + leaf].aval
             if own != Rows(leaf, 0):
                 self.refused.setdefault(leaf, "its new value does not follow from its gradient")
             elif (before.shape, before.dtype) != (var.aval.shape, var.aval.dtype):

@@ -243,7 +243,28 @@ def lower(program: Any, request: dict[str, Any]) -> Any:
     ]
     # Without arguments only the results say which device it is.
     where: dict[str, Any] = {} if specs else {"out_shardings": whole}
-    return jax.jit(call, donate_argnums=tuple(request["donate"]), **where).lower(*specs)
+    lowered = jax.jit(call, donate_argnums=tuple(request["donate"]), **where).lower(*specs)
+    if any(kinds_in):
+        _tell_kinds(lowered, kinds_in)
+    return lowered
+
+
+def _tell_kinds(lowered: Any, kinds: list[str | None]) -> None:
+    """Write memory kinds of arguments into a program for an absent GPU, of which jax forgets them.
+
+    Its devices do not tell which memories they have, and so neither do shardings on them.
+    """
+    from jax.extend.mlir import ir
+
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        (main,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+        told = []
+        for attributes, kind in zip(main.attributes["arg_attrs"], kinds, strict=True):
+            found = {entry.name: entry.attr for entry in ir.DictAttr(attributes)}
+            found["mhlo.memory_kind"] = ir.StringAttr.get(kind or "device")
+            told.append(ir.DictAttr.get(found))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(told)
 
 
 def mesh_of(program: Any, absent: list[Any], axes: list[list[Any]]) -> Any:

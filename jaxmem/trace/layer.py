@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
@@ -86,6 +87,7 @@ class Layer:
       kept: places in `values` of what the tape holds; None for what it holds in vain.
       recomputes: whether anything but what is cheap is recomputed from the tape.
       on_host: how many values of the tape, its last ones, are stored on the host.
+      row_by_row: whether casts of stacked inputs are to be made of the layer's own row.
       taped: (consts, carry, x) -> `tape` with the y, under a jit.
 
     Raises:
@@ -104,7 +106,20 @@ class Layer:
         self.kept: tuple[int | None, ...] = tuple(self.places[atom] for atom in on_tape)
         self.recomputes = False
         self.on_host = 0
+        self.row_by_row = False
         self._tape_jitted()
+
+    def casting_rows(self) -> "Layer":
+        """The same layer, for a compiler that would cast all rows of a stacked input in advance.
+
+        For TPUs, XLA makes of a cast of the row that a loop reads a copy of the whole array in the
+        narrower type, ahead of the loop: half of the parameters' size again.  It does not look
+        through a rounding to that type, after which the cast changes nothing.
+        """
+        other = copy.copy(self)
+        other.row_by_row = True
+        other._tape_jitted()
+        return other
 
     def keeping(self, kept: Sequence[int], offload: Sequence[int] = ()) -> "Layer":
         """The same layer with another tape; what the backward needs beyond is recomputed.
@@ -207,6 +222,7 @@ class Layer:
           None if what is on the tape does not give what that backward reads.
         """
         other = Layer(self.body, Wrt(self.wrt.ins, tuple(outs)))
+        other.row_by_row = self.row_by_row
         if not (stored or self.recomputes):
             return other
         numbers: dict[Any, int] = {}
@@ -223,13 +239,18 @@ class Layer:
         self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """(carry, y) of the layer."""
-        return self.body(consts, carry, x)
+        x = list(map(_jax.on_device, x))
+        if not self.row_by_row:
+            return self.body(consts, carry, x)
+        flat = [*consts, *carry, *x]
+        return self.body.split_out(_jax.evaluate(self._inlined, flat, self._cast))
 
     def step(self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> list[Any]:
         """The next carry alone."""
-        jaxpr = self.body.jaxpr
+        jaxpr = self._inlined if self.row_by_row else self.body.jaxpr
         only = _jax.needed(jaxpr, jaxpr.jaxpr.outvars[: self.body.num_carry], keep_effects=True)
-        outs = _jax.evaluate(jaxpr, [*consts, *carry, *x], only=only)
+        flat = [*consts, *carry, *map(_jax.on_device, x)]
+        outs = _jax.evaluate(jaxpr, flat, self._cast, only=only)
         return outs[: self.body.num_carry]
 
     def tape(
@@ -243,7 +264,8 @@ class Layer:
             *(self.values[place] for place in self.kept if place is not None),
         ]
         only = _jax.needed(self.linearised, wanted, keep_effects=True)
-        found = _jax.evaluate(self.linearised, [*consts, *carry, *x], only=only, outs=wanted)
+        flat = [*consts, *carry, *map(_jax.on_device, x)]
+        found = _jax.evaluate(self.linearised, flat, self._cast, only=only, outs=wanted)
         return found[:num_carry], found[num_carry:][:num_y], found[num_carry + num_y :]
 
     def to_store(self, tape: Sequence[Any]) -> list[Any]:
@@ -275,10 +297,10 @@ class Layer:
         pairs = zip(self.kept, tape, strict=True)
         given = {self.values[place]: value for place, value in pairs if place is not None}
         only = _jax.needed(self.linearised, self.residuals, keep_effects=False, given=given)
-        inputs = [*consts, *[None] * self.body.num_carry, *x]
+        inputs = [*consts, *[None] * self.body.num_carry, *map(_jax.on_device, x)]
         with jax.named_scope(_jax.RECOMPUTED) if self.recomputes else contextlib.nullcontext():
             residuals = _jax.evaluate(
-                self.linearised, inputs, only=only, given=given, outs=self.residuals
+                self.linearised, inputs, self._cast, only=only, given=given, outs=self.residuals
             )
         return self.by_role(jax.tree.unflatten(self._tree, residuals)([*ct_carry, *ct_y]))
 
@@ -289,6 +311,35 @@ class Layer:
         return tuple([ct for ct in part if ct is not None] for part in self.body.split_in(flat))  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------ implementation
+
+    @functools.cached_property
+    def _inlined(self) -> ClosedJaxpr:
+        return _jax.inlined(self.body.jaxpr)
+
+    @functools.cached_property
+    def _rows(self) -> set[Any]:
+        """What is a row of a stacked input, or the same numbers in another shape."""
+        found: set[Any] = set()
+        for closed in (self._inlined, self.linearised):
+            found.update(self.body.split_in(closed.jaxpr.invars)[2])
+            for eqn in closed.jaxpr.eqns:
+                if eqn.primitive.name in _RESHAPING and eqn.invars[0] in found:
+                    found.update(eqn.outvars)
+        return found
+
+    def _cast(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
+        """For `evaluate`: see `casting_rows`."""
+        if not (self.row_by_row and eqn.primitive.name == "convert_element_type"):
+            return None
+        (var,), (row,) = eqn.invars, operands
+        dtype = eqn.params["new_dtype"]
+        narrower = all(jnp.issubdtype(d, jnp.floating) for d in (row.dtype, dtype)) and (
+            jnp.finfo(dtype).bits < jnp.finfo(row.dtype).bits
+        )
+        if not narrower or not _jax.is_var(var) or var not in self._rows:
+            return None
+        info = jnp.finfo(dtype)
+        return _jax.bound(eqn, jax.lax.reduce_precision(row, info.nexp, info.nmant))
 
     def _suffices(self) -> bool:
         """Whether all that the backward reads follows from the tape, with no carry at hand."""
@@ -372,6 +423,7 @@ FUSED = frozenset(
     )
     for name in names.split()
 )
+_RESHAPING = frozenset({"reshape", "squeeze", "transpose", "slice", "broadcast_in_dim"})
 _CHEAP = FUSED | {"reduce_max", "reduce_min", "reduce_sum"}
 
 

@@ -35,9 +35,9 @@ def stored(value: jax.Array, coder: Codec, signed: bool) -> Coded:
     return coder.encode(value, signed=signed)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def loaded(coded: Coded, coder: Codec, signed: bool, dtype: Any = "float32") -> jax.Array:
-    return coder.decode(coded, jnp.dtype(dtype), signed=signed)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def loaded(coded: Coded, coder: Codec, dtype: Any = "float32") -> jax.Array:
+    return coder.decode(coded, jnp.dtype(dtype))
 
 
 def numbers(seed: int, shape: tuple[int, ...], signed: bool, size: float = 1.0) -> np.ndarray:
@@ -59,8 +59,8 @@ def levels(signed: bool) -> np.ndarray:
 
 def all_levels(signed: bool) -> np.ndarray:
     """The map as it is decoded."""
-    codes = jnp.arange(256, dtype=jnp.uint8)
-    return np.asarray(loaded(Coded(codes, jnp.ones(1)), Dynamic(), signed))
+    codes = jnp.arange(-128, 128, dtype=jnp.int8) if signed else jnp.arange(256, dtype=jnp.uint8)
+    return np.asarray(loaded(Coded(codes, jnp.ones(1)), Dynamic()))
 
 
 # ---------------------------------------------------------------- the dynamic map
@@ -91,9 +91,12 @@ def test_codes_are_of_the_nearest_levels(signed: bool) -> None:
     value = value.astype(np.float32)
     value = np.append(value if signed else np.abs(value), np.float32(1.0))
     # One block, divided by 1.
-    codes = np.asarray(stored(value, Dynamic(block=len(value)), signed).codes)
+    codes = np.asarray(stored(value, Dynamic(block=len(value)), signed).codes).astype(np.int64)
+    codes += 128 if signed else 0
     distance = np.abs(value.astype(np.float64)[:, None] - table)
-    found = np.take_along_axis(distance, codes[:, None].astype(np.int64), axis=1)[:, 0]
+    if not signed:
+        distance[value > 0, 0] = np.inf  # what is more than 0 does not become 0
+    found = np.take_along_axis(distance, codes[:, None], axis=1)[:, 0]
     # A number that is within rounding of the middle is as near to both.
     assert np.all(found <= distance.min(axis=1) + 2.0**-23 * np.abs(value))
     apart = np.sort(distance, axis=1)
@@ -110,7 +113,8 @@ def test_halfway_is_away_from_zero(signed: bool) -> None:
     assert halfway == below + 1
     if signed:
         value[0] = -value[0]
-        assert int(stored(value, Dynamic(), signed).codes[0]) == 254 - halfway
+        # Codes of numbers with signs are those of their levels, less 1.
+        assert int(stored(value, Dynamic(), signed).codes[0]) + 1 == -(halfway + 1)
 
 
 # ---------------------------------------------------------------- errors
@@ -127,7 +131,7 @@ def test_errors_are_bounded(seed: int, signed: bool, size: float, block: int) ->
     value = numbers(seed, (4 * 256,), signed, size)
     largest = np.repeat(np.abs(value).reshape(-1, block).max(axis=1), block)
     for coder in (Dynamic(block), Companding(block)):
-        found = np.asarray(loaded(stored(value, coder, signed), coder, signed))
+        found = np.asarray(loaded(stored(value, coder, signed), coder))
         error = np.abs(found - value)
         top = np.abs(value) == largest
         chex.assert_trees_all_close(found[top], value[top], rtol=3e-7)
@@ -145,7 +149,8 @@ def test_errors_are_bounded(seed: int, signed: bool, size: float, block: int) ->
             assert np.all(error[np.abs(value) < 0.1 * largest] <= 0.0025 * largest.max())
         else:
             roots = np.abs(np.sqrt(found) - np.sqrt(value))
-            assert np.all(roots <= 0.00197 * np.sqrt(largest))
+            low = value < largest / 255**2  # and does not become 0
+            assert np.all(roots <= np.where(low, 0.00393, 0.00197) * np.sqrt(largest))
 
 
 @TINY
@@ -164,7 +169,7 @@ def test_what_is_decoded_is_encoded_to_the_same(
         value = -np.abs(value)
     for coder in (Dynamic(), Companding()):
         once = stored(value, coder, signed)
-        again = stored(loaded(once, coder, signed), coder, signed)
+        again = stored(loaded(once, coder), coder, signed)
         chex.assert_trees_all_equal(again, once)
 
 
@@ -173,8 +178,8 @@ def test_a_block_that_decays_is_followed(coder: Codec) -> None:
     """By 0.1 % a step, which 16-bit scales would round away."""
     start = value = jnp.abs(jnp.asarray(numbers(0, (256,), False))) + 1e-3
     for _ in range(200):
-        value = loaded(stored(value, coder, False), coder, False) * 0.999
-    expected = loaded(stored(start, coder, False), coder, False) * 0.999**200
+        value = loaded(stored(value, coder, False), coder) * 0.999
+    expected = loaded(stored(start, coder, False), coder) * 0.999**200
     chex.assert_trees_all_close(value, expected, rtol=1e-4)
 
 
@@ -183,7 +188,7 @@ def test_a_block_that_decays_is_followed(coder: Codec) -> None:
 def test_zeros_are_exact(coder: Codec, signed: bool) -> None:
     value = jnp.zeros((2, 512)).at[1, 300].set(3.0)
     coded = stored(value, coder, signed)
-    chex.assert_trees_all_equal(loaded(coded, coder, signed), value)
+    chex.assert_trees_all_equal(loaded(coded, coder), value)
     assert coded.scales[0].max() == 0
 
 
@@ -193,7 +198,7 @@ def test_zeros_are_exact(coder: Codec, signed: bool) -> None:
 def test_what_is_not_finite_stays_so(coder: Codec, signed: bool, bad: float) -> None:
     bad = bad if signed else abs(bad)
     value = jnp.asarray(numbers(0, (512,), signed)).at[300].set(bad)
-    found = loaded(stored(value, coder, signed), coder, signed)
+    found = loaded(stored(value, coder, signed), coder)
     hurt = np.arange(512) // coder.block == 300 // coder.block
     assert not np.isfinite(found[hurt]).any()
     assert np.isfinite(found[~hurt]).all()
@@ -203,11 +208,24 @@ def test_what_is_not_finite_stays_so(coder: Codec, signed: bool, bad: float) -> 
         assert found[300] == bad
 
 
+@TINY
+@given(exponents=st.lists(st.floats(-37, 0), min_size=1, max_size=8))
+def test_what_is_more_than_zero_stays_so_without_signs(exponents: list[float]) -> None:
+    """A second moment of 0 next to a first one that is not would be divided by."""
+    value = np.zeros(256, np.float32)
+    value[: len(exponents)] = 10.0 ** np.array(exponents)
+    value[255] = 1
+    for coder in (Dynamic(), Companding(256)):
+        coded = stored(value, coder, False)
+        assert np.array_equal(np.asarray(coded.codes) > 0, value > 0)
+        assert np.array_equal(np.asarray(loaded(coded, coder)) > 0, value > 0)
+
+
 @BOTH
 def test_ones_and_their_negatives(coder: Codec) -> None:
     """Both at the end of the range."""
     value = jnp.asarray([1.0, -1.0, 0.5, -0.5])
-    found = loaded(stored(value, coder, True), coder, True)
+    found = loaded(stored(value, coder, True), coder)
     chex.assert_trees_all_close(found, value, atol=0.0072)
     assert stored(value, coder, True).scales == 1
 
@@ -215,7 +233,7 @@ def test_ones_and_their_negatives(coder: Codec) -> None:
 @BOTH
 def test_without_signs_what_is_below_zero_is_zero(coder: Codec) -> None:
     for value in ([-1.0, 0.5, 1.0], [-1.0, -2.0]):
-        found = loaded(stored(jnp.asarray(value), coder, False), coder, False)
+        found = loaded(stored(jnp.asarray(value), coder, False), coder)
         chex.assert_trees_all_close(found, jnp.maximum(jnp.asarray(value), 0), atol=0.005)
 
 
@@ -234,7 +252,7 @@ def test_layout_of_any_shape(shape: tuple[int, ...], block: int) -> None:
     coded = stored(value, coder, True)
     assert coded.codes.shape == shape
     assert coded.scales.shape == scales_shape(shape, block)
-    assert loaded(coded, coder, True).shape == shape
+    assert loaded(coded, coder).shape == shape
     if not value.size:
         return
     flat = np.abs(value.reshape(leading, -1))
@@ -279,9 +297,7 @@ def test_rows_are_coded_one_by_one_alike(coder: Codec, signed: bool, shape: Any)
         row = stored(value[i : i + 1], coder, signed)
         part = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], whole)
         chex.assert_trees_all_equal(row, part)
-        chex.assert_trees_all_equal(
-            loaded(row, coder, signed), loaded(whole, coder, signed)[i : i + 1]
-        )
+        chex.assert_trees_all_equal(loaded(row, coder), loaded(whole, coder)[i : i + 1])
 
 
 # ---------------------------------------------------------------- dtypes, transformations
@@ -295,9 +311,9 @@ def test_narrow_floats_come_and_go(coder: Codec, signed: bool, dtype: str) -> No
     coded = stored(value, coder, signed)
     chex.assert_trees_all_equal(coded, stored(value.astype(jnp.float32), coder, signed))
     assert coded.scales.dtype == jnp.float32
-    found = loaded(coded, coder, signed, dtype)
+    found = loaded(coded, coder, dtype)
     assert found.dtype == dtype
-    chex.assert_trees_all_equal(found, loaded(coded, coder, signed).astype(dtype))
+    chex.assert_trees_all_equal(found, loaded(coded, coder).astype(dtype))
 
 
 @BOTH
@@ -308,7 +324,7 @@ def test_under_vmap_as_without(coder: Codec, signed: bool) -> None:
     encode = functools.partial(coder.encode, signed=signed)
     coded = jax.jit(encode)(value)
     chex.assert_trees_all_equal(coded, jax.jit(jax.vmap(encode))(value))
-    decode = functools.partial(coder.decode, dtype=jnp.float32, signed=signed)
+    decode = functools.partial(coder.decode, dtype=jnp.float32)
     chex.assert_trees_all_close(jax.jit(decode)(coded), jax.jit(jax.vmap(decode))(coded), rtol=1e-6)
 
 
@@ -317,8 +333,8 @@ def test_without_jit_as_with_it(coder: Codec) -> None:
     value = jnp.asarray(numbers(4, (2, 256), True))
     coded = coder.encode(value, signed=True)
     chex.assert_trees_all_equal(coded, stored(value, coder, True))
-    found = coder.decode(coded, jnp.float32, signed=True)
-    chex.assert_trees_all_close(found, loaded(coded, coder, True), rtol=1e-6)
+    found = coder.decode(coded, jnp.float32)
+    chex.assert_trees_all_close(found, loaded(coded, coder), rtol=1e-6)
 
 
 def held(fn: Any, *args: Any, **options: Any) -> int:
@@ -333,7 +349,7 @@ def test_coding_holds_nothing_of_the_size_of_the_array(coder: Codec, signed: boo
     small = 0.01 * 4 * value.size
     assert held(lambda value: coder.encode(value, signed=signed), value) <= small
     coded = jax.eval_shape(encode, value)
-    assert held(lambda coded: coder.decode(coded, jnp.float32, signed=signed), coded) <= small
+    assert held(lambda coded: coder.decode(coded, jnp.float32), coded) <= small
 
 
 @SIGNS
@@ -342,7 +358,7 @@ def test_companding_updates_in_place(signed: bool) -> None:
     coder = Companding()
 
     def step(coded: Coded, gradient: jax.Array) -> Coded:
-        value = coder.decode(coded, jnp.float32, signed=signed)
+        value = coder.decode(coded, jnp.float32)
         return coder.encode(0.9 * value + 0.1 * gradient, signed=signed)
 
     value = jax.ShapeDtypeStruct((4, 2048, 512), jnp.float32)
@@ -360,8 +376,9 @@ def test_codecs_are_values() -> None:
     assert codec(own) is own
     assert isinstance(own, Codec)
     for coder in (Dynamic(64), Companding()):
-        coded = coder.encode(jnp.ones((8, coder.block)), signed=True)
-        total = sum(leaf.nbytes for leaf in coded)
+        ones = jnp.ones((8, coder.block))
+        coded = jax.eval_shape(functools.partial(coder.encode, signed=True), ones)
+        total = sum(leaf.size * leaf.dtype.itemsize for leaf in coded)
         assert total == coder.bytes_per_number * coded.codes.size
 
 
@@ -382,7 +399,9 @@ def test_errors_say_what_to_pass() -> None:
 
 
 def test_codes_of_another_codec_are_refused() -> None:
-    coded = Companding().encode(jnp.ones((2, 512)), signed=True)
-    for coder, signed in ((Companding(64), True), (Companding(), False), (Dynamic(), True)):
+    coded = stored(jnp.ones((2, 512)), Companding(), True)
+    for coder in (Companding(64), Dynamic()):
         with pytest.raises(ValueError, match="cannot decode int8 codes of shape .2, 512. with"):
-            coder.decode(coded, jnp.float32, signed=signed)
+            coder.decode(coded, jnp.float32)
+    with pytest.raises(ValueError, match="cannot decode int32 codes .* int8 or uint8 codes"):
+        Companding().decode(coded._replace(codes=coded.codes.astype(jnp.int32)), jnp.float32)
