@@ -1,7 +1,7 @@
 """An optimizer's update of whole arrays, run some rows at a time.
 
 What an update makes on the way, such as a moment in float32 that is stored in 8 bits, then exists
-for these rows alone.  Compilers for GPUs mostly fuse it away, those for TPUs do not.
+for these rows alone.  Of whole arrays, compilers for GPUs as for TPUs keep it.
 """
 
 import math
