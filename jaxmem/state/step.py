@@ -294,14 +294,9 @@ class Step:
         given, named = positional(self._fun, (model, *args), kwargs)
         if self._parts is None:
             call, own, positions = modules.pure(self._fun, given, (0,), filters, self._has_aux)
-            count = len(given)
-
-            def fun(params: Any, *rest: Any) -> Any:
-                return call(params, *rest[: count - 1], *rest[count - 1 :], **named)
-
             state = nnx.as_pure(optimizer.opt_state)
             (value, (after, aux)), params, state, plan = self._whole(
-                fun, True, own[0], state, own[1:], {}
+                call, True, own[0], state, own[1:], named
             )
             modules.write_back(given, positions, after)
             value = (value, aux) if self._has_aux else value
@@ -321,7 +316,15 @@ class Step:
             return self._whole(self._fun, self._has_aux, params, state, args, kwargs)
         leaves, tree = jax.tree.flatten(params)
         names = leaf_names(params, "params")
-        params = tree.unflatten(map(_param, names, leaves))
+        leaves = list(map(_param, names, leaves))
+        for name, leaf in zip(names, leaves, strict=True):
+            if _jax.is_on_host(leaf):
+                raise ValueError(
+                    f"{name} is in host memory, and with microbatches= parameters have to be on "
+                    "the device; pass microbatches=None, or move them there (the optimizer's state "
+                    "may stay: jaxmem.offload_state)"
+                )
+        params = tree.unflatten(leaves)
         return self._in_parts((params, *args), kwargs, state, {})
 
     def _whole(

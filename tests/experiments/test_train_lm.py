@@ -150,6 +150,7 @@ def test_compares_all_policies_and_writes_what_it_found(
 
 
 ACROSS = {"ragged": True, "accum": 2, "accum_form": "across"}
+BITS = {"state": "8bit", "fused": True, "width": 32}  # whose stacks have 4096 numbers and more
 KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
 
 
@@ -157,6 +158,7 @@ KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
     ("framework", "more", "signals"),
     [
         pytest.param("linen", {}, [INTERRUPT], id="linen"),
+        pytest.param("linen", BITS, [KILL], id="8 bits, in the backward pass"),
         pytest.param("nnx", ACROSS, [KILL], id="nnx, across", marks=pytest.mark.slow),
         pytest.param("linen", {}, [KILL, INTERRUPT], id="both", marks=pytest.mark.slow),
     ],
@@ -238,6 +240,11 @@ def test_a_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path) 
         ),
         ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1.0"),
         ({"learning_rate": float("nan")}, "--learning-rate must be positive, got nan"),
+        ({"clip": 0.0}, "--clip must be positive, got 0.0"),
+        (
+            {"fused": True, "accum": 2, "accum_form": "across"},
+            "--fused goes with --accum-form inside",
+        ),
         ({"seed": -1}, "--seed must be at least 0"),
         ({"policy": "full", "levels": 2}, "--levels goes with --policy sqrt, not with"),
         ({"slots": 4}, "--slots goes with --policy revolve, not with --policy sqrt"),
@@ -342,6 +349,55 @@ def test_without_accumulation_the_step_is_the_plain_one_bit_for_bit() -> None:
         assert found == float(wanted)
     for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+# ---------------------------------------------------------------- optimizers and their state
+
+
+@pytest.mark.parametrize(
+    ("options", "close"),
+    [
+        pytest.param({"fused": True}, 1e-5, id="fused"),
+        pytest.param({"state": "8bit-companding"}, 0.02, id="8 bits"),
+        pytest.param({"state": "host", "clip": None}, 1e-6, id="host"),
+        pytest.param(
+            {"state": "8bit-host", "fused": True, "accum": 2}, 0.02,
+            id="8 bits on the host, fused, in microbatches", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_the_state_is_stored_as_asked_and_the_losses_are_close(
+    options: dict[str, Any], close: float
+) -> None:
+    plain = Config(
+        layers=2, width=32, heads=2, sequence=16, batch=4, steps=4, accum=options.get("accum", 1),
+        clip=options.get("clip", 1.0),
+    )  # fmt: skip
+    found = []
+    for config in (plain, dataclasses.replace(plain, **options)):
+        program, state = comparison.build_quietly(config, config.remat), initial(config)
+        losses = []
+        for step in range(1, 5):
+            state, loss = program.run(state, step)
+            losses.append(loss)
+        found.append(losses)
+        leaves = jax.tree.leaves(state.optimizer)
+        assert any(leaf.dtype == np.int8 for leaf in leaves) == config.state.startswith("8bit")
+        kinds = {leaf.sharding.memory_kind for leaf in leaves}
+        assert ("pinned_host" in kinds) == config.state.endswith("host")
+    np.testing.assert_allclose(*found, rtol=close)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "momentum", "lion", "adafactor", "adalomo"])
+def test_optimizers_by_name(name: str) -> None:
+    config = Config(optimizer=name, layers=2, width=16, heads=2, steps=2)  # pyright: ignore[reportArgumentType]
+    params = initial(Config(layers=2, width=16, heads=2)).params
+    state = optimizer(config).init(params)
+    updates, _ = optimizer(config).update(params, state, params)
+    for update, leaf in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        # Against the gradient, which is the parameter itself here.
+        assert update.shape == leaf.shape
+        assert float((update * leaf).sum()) <= 0
 
 
 def test_unigram_entropy_is_that_of_the_text() -> None:

@@ -88,6 +88,14 @@ def test_what_stays_on_the_device() -> None:
     assert kinds(state[0].nu) == {"device"}
 
 
+def test_parameters_on_the_host_do_not_go_with_microbatches() -> None:
+    optimizer = jaxmem.offload_state(optax.adam(1e-2), min_size=16)
+    step = jaxmem.value_and_update(language_loss, optimizer, microbatches=2)
+    params = moved(PARAMS, HOST)
+    with pytest.raises(ValueError, match="params/embed is in host memory, and with microbatches="):
+        jax.jit(step)(params, optimizer.init(PARAMS), TOKENS)
+
+
 def test_a_cpu_says_that_it_does_nothing() -> None:
     with pytest.warns(jaxmem.OffloadWarning, match="device and host memory are one"):
         jaxmem.offload_state(optax.adam(1e-2)).init(PARAMS)
