@@ -102,8 +102,10 @@ def race(
     Raises:
       Stopped: a signal came.
     """
-    start = jax.device_get(initial(config))
-    states: dict[str, State] = {label: jax.device_put(start) for label in found}
+    start = initial(config)
+    places = jax.tree.map(lambda leaf: leaf.sharding, start)
+    start = jax.device_get(start)
+    states: dict[str, State] = {label: jax.device_put(start, places) for label in found}
     seconds: dict[str, list[float]] = {label: [] for label in found}
     losses: dict[str, list[float]] = {label: [] for label in found}
     labels = list(found)

@@ -10,6 +10,7 @@ import jax
 
 from jaxmem import policies
 from lm import data
+from lm.optimizers import OptimizerName, StateName
 
 PolicyName = Literal["none", "full", "dots", "dots_no_batch", "sqrt", "revolve", "offload"]
 
@@ -58,8 +59,16 @@ class Config:
     """Microbatches inside one step (value_and_grad), or one in each of several (MultiSteps)."""
     steps: int = 200
     """Steps of the optimizer."""
+    optimizer: OptimizerName = "adamw"
+    """What trains; the default rate is AdamW's, SGD learns with a hundred times as much."""
     learning_rate: float = 5e-3
     """Peak of the warm-up and cosine decay."""
+    clip: float | None = 1.0
+    """The largest global norm of a gradient; None for any."""
+    state: StateName = "float32"
+    """The optimizer's state: in 32 or 8 bits, and in the host's memory or the device's."""
+    fused: bool = False
+    """Update each layer in the backward pass (value_and_update); clipping takes two of these."""
     seed: int = 0
     """Of parameters, batches and dropout."""
     eval_every: int = 25
@@ -106,8 +115,15 @@ class Config:
             )
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout must be at least 0 and below 1, got {self.dropout}")
-        if not 0 < self.learning_rate < float("inf"):
-            raise UserError(f"--learning-rate must be positive, got {self.learning_rate}")
+        for name in ("learning_rate", "clip"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"{_option(name)} must be positive, got {value}")
+        if self.fused and self.calls > 1:
+            raise UserError(
+                "--fused goes with --accum-form inside: across steps, what is accumulated is as "
+                "large as the gradient that it would spare"
+            )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed must be at least 0 and below 2**32, got {self.seed}")
         if self.levels is not None and self.policy != "sqrt":

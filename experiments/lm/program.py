@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import optax
 import jaxmem
 from jaxmem import Plan
 from jaxmem.policies import Policy
-from lm import data, model
+from lm import data, model, optimizers
 from lm.config import Config
 
 # ---------------------------------------------------------------- types
@@ -97,7 +98,7 @@ def initial(config: Config) -> State:
 
 
 def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """AdamW with clipped gradients, of as many calls as the options say; takes `weight=`."""
+    """That of the options, over as many calls as they say; takes `weight=`."""
     warm_up = max(1, config.steps // 10)
     rate = optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / warm_up,
@@ -106,9 +107,7 @@ def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
         decay_steps=max(config.steps, warm_up + 1),
         end_value=config.learning_rate / 20,
     )
-    inner = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01)
-    )
+    inner = optimizers.make(config.optimizer, rate, config.state, config.clip)
     if config.calls == 1:
         return optax.with_extra_args_support(inner)
     return jaxmem.MultiSteps(inner, config.calls).gradient_transformation()
@@ -117,25 +116,25 @@ def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 def build(config: Config, policy: Policy) -> Program:
     """Plan, trace and compile the train step under `policy`."""
     loss = functools.partial(model.ragged_loss if config.ragged else model.loss, config, policy)
-    update = optimizer(config).update
-    value_and_grad = jaxmem.value_and_grad(
-        loss, microbatches=config.accum // config.calls, rng_argnums=2, return_weight=True
-    )
-
-    def step(state: State, tokens: jax.Array, key: jax.Array) -> tuple[State, jax.Array, jax.Array]:
-        (value, aux), gradient = value_and_grad(state.params, tokens, key)
-        change, inner = update(gradient, state.optimizer, state.params, weight=aux.weight)
-        return State(optax.apply_updates(state.params, change), inner), value, aux.weight
-
-    state = jax.eval_shape(lambda: initial(config))
+    state = shapes(config)
     rows = config.batch // config.calls
     tokens = jax.ShapeDtypeStruct((rows, config.sequence + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return Program(
         config,
         tuple(stack.plan for stack in jaxmem.stacks(loss, state.params, tokens, key)),
-        jax.jit(step, donate_argnums=0).lower(state, tokens, key).compile(),
+        jax.jit(_step(config, loss), donate_argnums=0).lower(state, tokens, key).compile(),
     )
+
+
+def shapes(config: Config) -> State:
+    """Those of `initial`; of a state on the host the arrays themselves, which say where they are.
+
+    A `jax.ShapeDtypeStruct` with the sharding of such an array is taken for one on the device.
+    """
+    if config.state.endswith("host"):
+        return initial(config)
+    return jax.eval_shape(lambda: initial(config))
 
 
 def held_out_loss(config: Config) -> Any:
@@ -148,6 +147,30 @@ def held_out_loss(config: Config) -> Any:
 # ---------------------------------------------------------------- implementation
 
 _params = jax.jit(model.init, static_argnums=0)
+
+
+def _step(config: Config, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """From state, sequences and a key to state, mean loss and its weight."""
+    options: dict[str, Any] = {
+        "microbatches": config.accum // config.calls, "rng_argnums": 2, "return_weight": True,
+    }  # fmt: skip
+    inner = optimizer(config)
+    if config.fused:
+        value_and_update = jaxmem.value_and_update(loss, inner, **options)
+
+        def fused(state: State, tokens: jax.Array, key: jax.Array) -> Any:
+            (value, aux), *after = value_and_update(*state, tokens, key)
+            return State(*after), value, aux.weight
+
+        return fused
+    value_and_grad = jaxmem.value_and_grad(loss, **options)
+
+    def step(state: State, tokens: jax.Array, key: jax.Array) -> Any:
+        (value, aux), gradient = value_and_grad(state.params, tokens, key)
+        change, held = inner.update(gradient, state.optimizer, state.params, weight=aux.weight)
+        return State(optax.apply_updates(state.params, change), held), value, aux.weight
+
+    return step
 
 
 def _architecture(config: Config) -> Config:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from lm import files
 from lm.config import Config, UserError
-from lm.program import Program, State, held_out_loss, initial
+from lm.program import Program, State, held_out_loss, initial, shapes
 from lm.stopping import Listener
 
 CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
@@ -97,8 +97,8 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
         return 0, initial(config)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
-        jax.eval_shape(lambda: initial(config)),
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
+        shapes(config),
     )
     state = checkpoints.restore(done, args=ocp.args.StandardRestore(like))
     assert isinstance(state, State)

@@ -1,0 +1,53 @@
+"""The optimizers of a run, with their state in 32 bits, in 8, or in the host's memory."""
+
+import warnings
+from typing import Any, Literal
+
+import optax
+
+import jaxmem
+from jaxmem.errors import OffloadWarning
+
+OptimizerName = Literal["adamw", "adam", "sgd", "momentum", "lion", "adafactor", "adalomo"]
+StateName = Literal["float32", "8bit", "8bit-companding", "host", "8bit-host"]
+
+
+def make(name: OptimizerName, rate: Any, state: StateName, clip: float | None) -> Any:
+    """An optax transformation.
+
+    Args:
+      rate: of learning, a schedule.
+      state: where the state is, and in how many bits.
+      clip: the largest global norm of a gradient; None for any.
+    """
+    found = _MAKERS[name](rate)
+    if state.startswith("8bit"):
+        codec = "companding" if state == "8bit-companding" else "dynamic"
+        found = jaxmem.quantize_state(found, codec)
+    if state.endswith("host"):
+        found = _quiet(jaxmem.offload_state(found))
+    return found if clip is None else optax.chain(optax.clip_by_global_norm(clip), found)
+
+
+# ---------------------------------------------------------------- implementation
+
+_MAKERS: dict[str, Any] = {
+    "adamw": lambda rate: optax.adamw(rate, b2=0.98, weight_decay=0.01),
+    "adam": lambda rate: optax.adam(rate, b2=0.98),
+    "sgd": optax.sgd,
+    "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+    "lion": lambda rate: optax.lion(rate, weight_decay=0.01),
+    "adafactor": optax.adafactor,
+    "adalomo": jaxmem.adalomo,
+}
+
+
+def _quiet(optimizer: Any) -> Any:
+    """The same; that a CPU has one memory is known from the table's note."""
+
+    def init(params: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OffloadWarning)
+            return optimizer.init(params)
+
+    return optax.GradientTransformationExtraArgs(init, optimizer.update)
