@@ -45,12 +45,15 @@ class Into:
         """
         return xs
 
-    def written(self, xs: Sequence[Any], gradients: Sequence[Any], index: Any) -> list[Any]:
+    def written(
+        self, xs: Sequence[Any], gradients: Sequence[Any], index: Any, pulled: Sequence[Any]
+    ) -> list[Any]:
         """One layer's gradients, in the places where they belong.
 
         Args:
           xs: `Cotangents.xs`.
           gradients: of the differentiated xs.
+          pulled: cotangents of the carry in front of the layer, for which xs have been read.
         """
         pairs = zip(xs, gradients, strict=True)
         return [self.write(number, x, g, index) for number, (x, g) in enumerate(pairs)]
@@ -111,7 +114,7 @@ def pull(
     return Cotangents(
         [total + g for total, g in zip(state.consts, g_consts, strict=True)],
         ct_carry,
-        into.written(state.xs, g_x, form.index(step)),
+        into.written(state.xs, g_x, form.index(step), ct_carry),
     )
 
 

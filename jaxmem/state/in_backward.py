@@ -37,6 +37,7 @@ from jaxmem.state.update import (
     row_program,
     taken_apart,
 )
+from jaxmem.trace.context import platform
 from jaxmem.trace.layer import NoReverseMode
 from jaxmem.trace.source import source_line
 
@@ -307,8 +308,12 @@ class _Rows(Into):
                 found[wanted[number]] = state[number].arrays[0]
         return found
 
-    def written(self, xs: Sequence[Any], gradients: Sequence[Any], index: Any) -> list[Any]:
+    def written(
+        self, xs: Sequence[Any], gradients: Sequence[Any], index: Any, pulled: Sequence[Any]
+    ) -> list[Any]:
         found: list[Any] = []
+        if platform() == "cpu":
+            index = _after(index, pulled)
         for number, (x, gradient) in enumerate(zip(xs, gradients, strict=True)):
             if found:
                 # One after the other: a compiler holds new rows till they are in their places.
@@ -324,10 +329,13 @@ class _Rows(Into):
         leaf = self.leaves[number]
         names = [self.update.param(leaf), *map(self.update.state, self.update.held[leaf])]
         own = [
-            _jax.beside(lax.dynamic_slice_in_dim(array, index, 1), name.aval)
+            _jax.beside(lax.dynamic_index_in_dim(array, index, keepdims=False), name.aval)[None]
             for array, name in zip(read, names, strict=True)
         ]
-        new = self.computed(number, own, gradient, index)
+        compute = functools.partial(self.computed, number)
+        varies = any(map(_jax.varying, [*own, gradient, index, *jax.tree.leaves(self.factor)]))
+        is_plain = platform() == "cpu" and not varies
+        new = (_in_a_loop if is_plain else _as_it_is)(compute, own, gradient, index)
         eqns = self.update.sums_of(leaf, self.pass_number)
         parts = new[len(arrays) :]
         return _Held(
@@ -348,6 +356,37 @@ class _Rows(Into):
 
         indices = jnp.arange(gradients.shape[0], dtype=jnp.int32)
         return lax.scan(step, rows, (gradients, indices))[0]
+
+
+def _as_it_is(compute: Callable[..., list[Any]], *operands: Any) -> list[Any]:
+    return compute(*operands)
+
+
+def _after(index: Any, values: Sequence[Any]) -> Any:
+    """The index, for a compiler that removes barriers: it is known when the values are."""
+    for value in values:
+        if jnp.issubdtype(value.dtype, jnp.floating) and value.size:
+            first = value.ravel()[0].astype(jnp.float32)
+            bits = lax.population_count(lax.bitcast_convert_type(first, jnp.int32))
+            index = index + jnp.minimum(bits, 0)  # 0, which a compiler does not see
+    return index
+
+
+def _in_a_loop(compute: Callable[..., list[Any]], own: Any, gradient: Any, index: Any) -> list[Any]:
+    """New rows, computed in a loop of one turn.
+
+    XLA for CPUs computes new moments once where they are stored and again where the parameter is,
+    reads the old ones for that at no certain time, and so copies whole stacks at each layer.  It
+    removes barriers, but not a loop whose number of turns it does not know.
+    """
+    shapes = jax.eval_shape(compute, own, gradient, index)
+    begin = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+    turns = jnp.minimum(index, 0) + 1
+
+    def turn(state: Any) -> Any:
+        return state[0] + 1, compute(own, gradient, index)
+
+    return lax.while_loop(lambda state: state[0] < turns, turn, (jnp.int32(0), begin))[1]
 
 
 def _typed_as(array: Any, var: Any) -> Any:
