@@ -334,7 +334,7 @@ class _Rows(Into):
         ]
         compute = functools.partial(self.computed, number)
         varies = any(map(_jax.varying, [*own, gradient, index, *jax.tree.leaves(self.factor)]))
-        is_plain = platform() == "cpu" and not varies
+        is_plain = platform() == "cpu" and not varies and not any(map(_jax.is_on_host, read))
         new = (_in_a_loop if is_plain else _as_it_is)(compute, own, gradient, index)
         eqns = self.update.sums_of(leaf, self.pass_number)
         parts = new[len(arrays) :]

@@ -26,7 +26,7 @@ from jaxmem.trace.context import platform
 def offload_state(
     optimizer: Any,
     *,
-    min_size: int = 4096,
+    min_size: int = 2**20,
     keep: Callable[[str], bool] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The same optimizer with its state in host memory: of AdamW's 8 bytes none on the device.
@@ -45,7 +45,9 @@ def offload_state(
 
     Args:
       optimizer: an optax transformation.
-      min_size: arrays with fewer numbers stay on the device.
+      min_size: arrays with fewer numbers stay on the device; so do, on a TPU, those whose last axis
+        has fewer than 128, such as scales of 8-bit codes, of which its compiler cannot write rows
+        on the host.
       keep: from the path of an array in the optimizer's state, such as "0/nu/embedding", to whether
         it stays on the device.
 
@@ -61,7 +63,7 @@ def offload_state(
     >>> import jax, jax.numpy as jnp, jaxmem, optax, warnings
     >>> warnings.simplefilter("ignore", jaxmem.OffloadWarning)  # of a CPU
     >>> params = {"w": jnp.ones((64, 512)), "b": jnp.ones(512)}
-    >>> adam = jaxmem.offload_state(optax.adam(1e-3))
+    >>> adam = jaxmem.offload_state(optax.adam(1e-3), min_size=4096)
     >>> state = adam.init(params)
     >>> updates, state = jax.jit(adam.update)(params, state, params)
     >>> state[0].nu["w"].sharding.memory_kind, state[0].nu["b"].sharding.memory_kind
@@ -133,6 +135,7 @@ class _Offloaded:
     def _goes(self, leaf: Any, name: str) -> bool:
         return (
             isinstance(leaf, jax.Array)
+            and not (platform() == "tpu" and leaf.shape[-1:] < (128,))
             and math.prod(jnp.shape(leaf)) >= self.min_size
             and not self.keep(name)
         )
