@@ -274,7 +274,7 @@ def _differs(model: Training, optimizer: str, way: Way) -> bool:
     if optimizer == ADAM_A:
         return way == ORDINARY
     if way in (HOST, HOST_FUSED):
-        return any(leaf.size >= 4096 for leaf in jax.tree.leaves(model.state(optimizer)))
+        return any(map(ways.goes, jax.tree.leaves(model.state(optimizer))))
     if way == FUSED_3:  # if most of the stacks' bytes wait for the end otherwise
         after = sum(leaf.bytes for leaf in model.after(optimizer, FUSED))
         return after > ways.nbytes(model.params["layers"]) / 2
@@ -332,6 +332,9 @@ def _panel(rows: Sequence[Row], names: Sequence[str], axes: "Axes") -> None:
                 axes.barh(place, arguments, 0.86, color=colour)
                 axes.barh(place, rest, 0.86, left=arguments, color=colour, alpha=0.45)
                 axes.text(required + 0.04, place, f"{required:.2f}", va="center", fontsize=7)
+            else:
+                words = f"{row.way}: refused by the compiler"
+                axes.text(0.04, place, words, va="center", fontsize=7, color=picture.PLAIN)
             place += 1
         ticks.append((first + place - 1) / 2)
         place += 0.8

@@ -104,15 +104,20 @@ def ordinary(loss: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
     return step
 
 
-def on_host(tree: Any, least: int = 4096) -> Any:
-    """Shapes of arrays in the host's memory, of those with at least so many numbers."""
+def goes(leaf: jax.ShapeDtypeStruct, least: int = 2**20) -> bool:
+    """Whether `offload_state` has an array on the host, as it does for a TPU."""
+    return leaf.size >= least and leaf.shape[-1] >= 128
+
+
+def on_host(tree: Any, least: int = 2**20) -> Any:
+    """Shapes of arrays in the host's memory, of those that go there."""
     axes = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("one",), devices=jax.devices()[:1], axis_types=axes)
     spec = jax.sharding.PartitionSpec()
     host = jax.sharding.NamedSharding(mesh, spec, memory_kind="pinned_host")
 
     def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if leaf.size < least:
+        if not goes(leaf, least):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host)
 

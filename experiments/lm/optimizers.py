@@ -25,7 +25,7 @@ def make(name: OptimizerName, rate: Any, state: StateName, clip: float | None) -
         codec = "companding" if state == "8bit-companding" else "dynamic"
         found = jaxmem.quantize_state(found, codec)
     if state.endswith("host"):
-        found = _quiet(jaxmem.offload_state(found))
+        found = _quiet(jaxmem.offload_state(found, min_size=4096))
     return found if clip is None else optax.chain(optax.clip_by_global_norm(clip), found)
 
 
