@@ -93,7 +93,7 @@ def test_programs_are_those_that_differ() -> None:
     found = [
         (optimizer, way) for optimizer, way, _ in state_memory._wanted(
             Options(
-                optimizers=(SGD, ADAMW, "LARS", ADAM_A), layers=2, width=128, vocabulary=64,
+                optimizers=(SGD, ADAMW, "LARS", ADAM_A), layers=2, width=1024, vocabulary=64,
             )
         )
     ]  # fmt: skip
@@ -142,7 +142,7 @@ def test_adam_in_microbatches_goes_the_ordinary_way_alone() -> None:
 
 
 def test_host_arrays_are_declared() -> None:
-    job = training(**TINY | {"width": 64}).job(ADAM, ALL_HOST)
+    job = training(**TINY | {"width": 1024}).job(ADAM, ALL_HOST)
     params, state, _ = job.args
     assert params["layers"]["up"].sharding.memory_kind == "pinned_host"
     assert state[0].nu["layers"]["up"].sharding.memory_kind == "pinned_host"
