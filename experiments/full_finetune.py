@@ -253,14 +253,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.barh(place, arguments / _GIB, 0.7, color=picture.OURS)
             left = arguments / _GIB
             axes.barh(place, required / _GIB - left, 0.7, left=left, color="#56B4E9")
-            axes.text(
-                required / _GIB,
-                place,
-                f" {required / _GIB:.1f}",
-                va="center",
-                fontsize=8.5,
-                bbox=_WHITE,
-            )
+            axes.annotate(
+                f"{required / _GIB:.1f}", (required / _GIB, place), (4, 0), va="center",
+                textcoords="offset points", fontsize=8.5, bbox=_WHITE,
+            )  # fmt: skip
         for name in cards:
             at = jaxmem.target(name).memory / _GIB
             axes.axvline(at, color=picture.HAND, lw=1, ls="--", zorder=1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
@@ -83,7 +84,7 @@ def train(program: Program, folder: Path, listener: Listener) -> list[dict[str, 
                 bar.update()
                 last = step == config.steps or listener.heard is not None
                 if last or step % config.checkpoint_every == 0:
-                    checkpoints.save(step, args=ocp.args.StandardSave(state))
+                    checkpoints.save(step, args=ocp.args.StandardSave(_without_empty(state)))
                 listener.check()
     return rows
 
@@ -100,9 +101,17 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
         shapes(config),
     )
-    state = checkpoints.restore(done, args=ocp.args.StandardRestore(like))
+    held = checkpoints.restore(done, args=ocp.args.StandardRestore(_without_empty(like)))
+    state = jax.tree.map(
+        lambda leaf, found: found if leaf.size else jnp.zeros(leaf.shape, leaf.dtype), like, held
+    )
     assert isinstance(state, State)
     return done, state
+
+
+def _without_empty(state: Any) -> Any:
+    """The state without arrays that have no numbers, as AdaLomo's; orbax takes none."""
+    return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
 
 
 def _rows_until(step: int, path: Path) -> list[dict[str, Any]]:

@@ -190,6 +190,38 @@ def test_killed_and_interrupted_it_gives_the_numbers_of_an_unbroken_run(
     assert last["loss"] < first["loss"] - 1
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        # AdaLomo's state has arrays without numbers, which orbax refuses.
+        pytest.param({"optimizer": "adalomo", "fused": True}, id="adalomo"),
+        pytest.param({"state": "8bit-host", "fused": True}, id="8 bits on the host"),
+    ],
+)
+def test_a_run_that_died_gives_the_numbers_of_an_unbroken_one(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any],
+) -> None:
+    options = more | {"width": 32, "steps": 10, "checkpoint_every": 4, "compare": False}
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    run(capsys, **options, workdir=unbroken)
+    alive = Program.run
+
+    def dies(self: Program, state: State, step: int) -> tuple[State, float]:
+        if step == 7:
+            raise KeyboardInterrupt
+        return alive(self, state, step)
+
+    monkeypatch.setattr(Program, "run", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(capsys, **options, workdir=broken)
+    monkeypatch.setattr(Program, "run", alive)
+    assert "resuming after step 4" in run(capsys, **options, workdir=broken)
+    assert metrics(broken) == metrics(unbroken)
+
+
 def test_gradients_are_those_of_a_checkpoint_written_by_hand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
