@@ -13,6 +13,7 @@ from typing import Literal
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 Place = Literal["device", "on-chip", "host"]
+Role = Literal["", "saved", "recomputed", "sum"]
 
 # ---------------------------------------------------------------- types of reports
 
@@ -34,6 +35,10 @@ class Buffer:
       module: scopes around the operation, such as "Encoder/Block_0"; may be empty.
       parameter: number of the argument that it is or (in part) copies; else None.
       padding_bytes: bytes that hold no elements, because of tiling or alignment.
+      role: in a gradient's computation: "saved" in the forward pass for the backward pass,
+        "recomputed" there, or a product or "sum" of the backward pass, such as the gradient of a
+        parameter or of an activation; "" for others and what the compiler's text does not tell.
+      is_stack: whether a loop stacks it.
     """
 
     bytes: int
@@ -47,6 +52,8 @@ class Buffer:
     module: str
     parameter: int | None
     padding_bytes: int
+    role: Role = ""
+    is_stack: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

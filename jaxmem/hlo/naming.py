@@ -12,11 +12,15 @@ import functools
 import os
 import re
 import sysconfig
+from typing import Literal
 
 from jaxmem.hlo.text import Frame, Instruction, Module
 from jaxmem.hlo.values import Value, update_of, way
 
 # ---------------------------------------------------------------- types
+
+# Where in a gradient's computation; "" for what is in none, or where the compiler does not say.
+Phase = Literal["", "forward", "backward", "recomputed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Origin:
       parameter: the number of the argument that it is, or is a copy of; else None.
       rank: how informative this is: 3 for values stacked by a loop, 2 for a computed
         value, 1 for an argument, 0 for an uninitialised or zero buffer to be overwritten.
+      phase: in which it is computed or, if a loop stacks it, stacked.
+      is_slice: whether it is a part, copied out, of what has this origin.
     """
 
     name: str
@@ -37,6 +43,8 @@ class Origin:
     module: str
     parameter: int | None
     rank: int
+    phase: Phase = ""
+    is_slice: bool = False
 
 
 # ---------------------------------------------------------------- API
@@ -54,8 +62,10 @@ def origin(module: Module, name: str, index: tuple[int, ...] = ()) -> Origin:
         return Origin(name, "", "", None, 0)
     back, stacked = _back(module, (instruction, index))
     made = back[-1][0]
+    sliced = _is_slice(back)
     if made.opcode == "parameter" and module.home[made.name] == module.entry:
-        return Origin(made.op_name or made.name, "", "", made.number, 3 if stacked else 1)
+        name, rank = made.op_name or made.name, 3 if stacked else 1
+        return Origin(name, "", "", made.number, rank, _phase_of_stack(back), sliced)
     # The instruction that computes the value says most; if it has no op_name, its consumers do.
     known = [one for one, _ in reversed(back) if one.op_name]
     # Where several products are computed as one, the slice says which this is.
@@ -73,7 +83,24 @@ def origin(module: Module, name: str, index: tuple[int, ...] = ()) -> Origin:
         module=scopes(text),
         parameter=None,
         rank=rank,
+        phase=phase(text),
+        is_slice=sliced,
     )
+
+
+def phase(op_name: str) -> Phase:
+    """In which part of a gradient's computation an operation is.
+
+    >>> phase("jit(step)/jvp(Encoder)/dot_general"), phase("jit(step)/add")
+    ('forward', '')
+    >>> phase("jit(step)/transpose(jvp())/while/body/rematted_computation/jvp()/tanh")
+    'recomputed'
+    """
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
 
 
 def operation(op_name: str, plain: bool = False) -> str:
@@ -227,6 +254,25 @@ def _back(module: Module, value: Value) -> tuple[list[Value], bool]:
         else:
             break
     return back, stacked
+
+
+def _is_slice(back: list[Value]) -> bool:
+    """Whether a value is cut out of another, on its way up to the write into a stack."""
+    for instruction, _ in back:
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode in ("dynamic-slice", "slice"):
+            return True
+        if opcode == "dynamic-update-slice":
+            return False
+    return False
+
+
+def _phase_of_stack(back: list[Value]) -> Phase:
+    """The phase of the first write into a stack, "" if there is none."""
+    for instruction, _ in back:
+        if instruction.opcode.removesuffix("-start") == "dynamic-update-slice":
+            return phase(instruction.op_name)
+    return ""
 
 
 def _ends_with_operation(op_name: str) -> bool:

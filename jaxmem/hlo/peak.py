@@ -11,6 +11,7 @@ from jaxmem.hlo import text as hlo
 from jaxmem.hlo.buffers import Allocation, Buffer, Kind, Schedule, Value, place
 from jaxmem.hlo.liveness import live_range
 from jaxmem.hlo.naming import Origin, origin
+from jaxmem.hlo.roles import role
 from jaxmem.hlo.shapes import shape as read_shape
 
 # Smaller buffers are not listed.
@@ -151,6 +152,7 @@ def _row(
     if shape.elements is not None or size < _LEAST:
         return None
     index = "{" + ",".join(map(str, value.index)) + "}" if value.index else ""
+    made = module.instructions.get(value.name) if kind in ("output", "temporary") else None
     return Buffer(
         bytes=size,
         shape=shape.dims,
@@ -163,4 +165,6 @@ def _row(
         module=named.module,
         parameter=allocation.parameter if kind == "argument" else named.parameter,
         padding_bytes=max(shown.size - shape.bytes, 0),
+        role=role(module, (made, value.index), named) if made else "",
+        is_stack=named.rank == 3 and not named.is_slice,
     )

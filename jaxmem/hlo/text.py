@@ -133,6 +133,15 @@ class Module:
                     found.setdefault(name, []).append(instruction)
         return found
 
+    @functools.cached_property
+    def users(self) -> dict[str, list[tuple[Instruction, int]]]:
+        """The instructions that take an instruction's value, and as which operand, by its name."""
+        found: dict[str, list[tuple[Instruction, int]]] = {}
+        for instruction in self.instructions.values():
+            for number, name in enumerate(instruction.operands):
+                found.setdefault(name, []).append((instruction, number))
+        return found
+
     def operand(self, instruction: Instruction, number: int = 0) -> Instruction | None:
         """The instruction that computes an operand, None if there is none of that number."""
         names = instruction.operands

@@ -1,0 +1,126 @@
+"""What a value is to a gradient's computation: saved for the backward pass, recomputed, or a sum.
+
+jax writes into the name of every operation whether it is differentiated ("jvp"), transposed or
+recomputed, and compilers keep that.  A value is *saved* if the forward pass computes it and an
+operation of the backward pass reads it; so values are followed forwards, to what reads them.
+"""
+
+from jaxmem.hlo.buffers import Role
+from jaxmem.hlo.naming import Origin, phase
+from jaxmem.hlo.text import Instruction, Module
+from jaxmem.hlo.values import Value
+
+# ---------------------------------------------------------------- API
+
+
+def role(module: Module, value: Value, origin: Origin) -> Role:
+    """The role of a value, of which the origin is known.
+
+    A part that is copied out of a stack has none: it is a working copy.  Nor has a copy of an
+    argument, unless a loop stacks such copies.
+    """
+    if origin.is_slice or origin.rank == 0 or (origin.parameter is not None and origin.rank < 3):
+        return ""
+    if origin.phase == "recomputed":
+        return "recomputed"
+    if origin.phase == "backward":
+        return "sum" if origin.name.partition(" ")[0] in _SUMS else ""
+    if origin.phase == "forward" and read_in_backward(module, value):
+        return "saved"
+    return ""
+
+
+def read_in_backward(module: Module, value: Value) -> bool:
+    """Whether an operation of the backward pass reads a value, or what a loop makes of it."""
+    left, seen = [value, *_in_body(module, value)], set()
+    while left and len(seen) < _FAR:
+        instruction, index = left.pop()
+        if (instruction.name, index) in seen:
+            continue
+        seen.add((instruction.name, index))
+        if instruction.root:
+            left += _returned(module, instruction, index)
+        for user, number in module.users.get(instruction.name, ()):
+            if _computes(user) and phase(user.op_name) in ("backward", "recomputed"):
+                return True
+            left += _read_by(module, user, number, index)
+    return False
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Operations that the gradient of a parameter comes out of: contractions and sums.  What is
+# elementwise, as an update of parameters in the backward pass is, has gone through one before.
+_SUMS = _words("add_any conv_general_dilated dot_general psum reduce_sum scatter-add scatter_add")
+_CALLS = _words("async call fusion")
+_CARRIES = _CALLS | _words("bitcast conditional copy get-tuple-element opt-barrier tuple while")
+_PASSES = _words("convert dynamic-slice reshape slice transpose")
+_FAR = 4096
+
+
+def _computes(user: Instruction) -> bool:
+    """Whether it is more than a way to where a value is read."""
+    opcode = user.opcode.removesuffix("-start")
+    return opcode not in _CARRIES and not opcode.endswith("-done")
+
+
+def _read_by(module: Module, user: Instruction, number: int, index: tuple[int, ...]) -> list[Value]:
+    """Where a value is found again that an instruction takes as an operand of this number."""
+    match user.opcode.removesuffix("-start"):
+        case "get-tuple-element":
+            return [(user, index[1:])] if index[:1] == (user.number,) else []
+        case "tuple":
+            return [(user, (number, *index))]
+        case "while":
+            body = module.body(user, "body")
+            inside = body and body.parameter(0)
+        case "conditional":
+            names = user.all_called()
+            branch = (
+                module.computations.get(names[number - 1]) if 0 < number <= len(names) else None
+            )
+            inside = branch and branch.parameter(0)
+        case opcode if opcode in _CALLS:
+            called = next(filter(None, map(module.computations.get, user.all_called())), None)
+            inside = called and called.parameter(number)
+        case "dynamic-update-slice":
+            # What is written into a stack is another piece of memory; the stack itself goes on.
+            return [(user, index)] if number == 0 else []
+        case opcode if opcode.endswith("-done"):
+            return [(user, ())]
+        case opcode if opcode in _CARRIES or opcode in _PASSES:
+            return [(user, index)]
+        case _:
+            return []
+    return [(inside, index)] if inside else []
+
+
+def _returned(module: Module, root: Instruction, index: tuple[int, ...]) -> list[Value]:
+    """Where a value is found again that a computation returns: at its callers."""
+    found: list[Value] = []
+    for caller in module.callers.get(module.home[root.name], ()):
+        if caller.opcode == "while":
+            body = module.body(caller, "body")
+            if body is None or body.root is not root:
+                continue  # of the condition
+            again = body.parameter(0)
+            found += [(again, index)] if again else []
+        if caller.opcode.removesuffix("-start") in {*_CALLS, "conditional", "while"}:
+            found.append((caller, index))
+    return found
+
+
+def _in_body(module: Module, value: Value) -> list[Value]:
+    """What a loop's condition is given, in the loop's body."""
+    instruction, index = value
+    if instruction.opcode != "parameter":
+        return []
+    callers = module.callers.get(module.home[instruction.name], ())
+    bodies = (module.body(caller, "body") for caller in callers if caller.opcode == "while")
+    found = (body and body.parameter(0) for body in bodies)
+    return [(parameter, index) for parameter in found if parameter is not None]
