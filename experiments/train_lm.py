@@ -7,6 +7,7 @@ The model, the data, the loop and the comparison are in `lm/`; this is the comma
 line and its output.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -66,8 +67,13 @@ def _compared(
         rows = comparison.from_csv(path.read_text())
         print(f"\n{path} is from an earlier run; remove it to measure again")
     else:
+        compiled = {config.label: program}
+        if config.state.endswith("disk"):  # one folder cannot hold the states of several
+            bits = "8bit" if config.state == "8bit-disk" else "float32"
+            config, compiled = dataclasses.replace(config, state=bits), {}
+            print(f"\nthe policies are compared with the optimizer's state in memory ({bits})")
         found = comparison.programs(
-            config, {config.label: program}, listener, lambda labels: tqdm(labels, "compiling")
+            config, compiled, listener, lambda labels: tqdm(labels, "compiling")
         )
         rows = comparison.race(
             config, found, listener, lambda rounds: tqdm(rounds, "comparing", unit="round")

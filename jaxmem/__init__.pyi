@@ -14,6 +14,7 @@ from .errors import JaxmemWarning as JaxmemWarning
 from .errors import NoEffectWarning as NoEffectWarning
 from .errors import NoStackWarning as NoStackWarning
 from .errors import OffloadWarning as OffloadWarning
+from .errors import StateOnDiskError as StateOnDiskError
 from .fitting import Explanation as Explanation
 from .fitting import Fitted as Fitted
 from .fitting import Frontier as Frontier
@@ -50,10 +51,13 @@ from .solve.problem import Problem as Problem
 from .state import AdaLomoState as AdaLomoState
 from .state import Coded as Coded
 from .state import Companding as Companding
+from .state import DiskState as DiskState
 from .state import Dynamic as Dynamic
+from .state import OnDisk as OnDisk
 from .state import UpdatedLeaf as UpdatedLeaf
 from .state import UpdatePlan as UpdatePlan
 from .state import adalomo as adalomo
+from .state import disk_state as disk_state
 from .state import offload_state as offload_state
 from .state import quantize_state as quantize_state
 from .state import value_and_update as value_and_update

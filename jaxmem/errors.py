@@ -50,6 +50,10 @@ class BudgetError(ValueError):
         self.budget, self.least_bytes, self.report = budget, least_bytes, report
 
 
+class StateOnDiskError(OSError):
+    """What `jaxmem.disk_state` keeps in a folder cannot be used; the message says what to do."""
+
+
 def warn(message: str, category: type[JaxmemWarning]) -> None:
     """Warn at the line of the user's code that led here, past jaxmem's, jax's and flax's own."""
     for warned in _noted.get():

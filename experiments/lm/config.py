@@ -66,7 +66,7 @@ class Config:
     clip: float | None = 1.0
     """The largest global norm of a gradient; None for any."""
     state: StateName = "float32"
-    """The optimizer's state: in 32 or 8 bits, and in the host's memory or the device's."""
+    """The optimizer's state: in 32 or 8 bits; in the device's memory, the host's or on disk."""
     fused: bool = False
     """Update each layer in the backward pass (value_and_update); clipping takes two of these."""
     seed: int = 0

@@ -1,24 +1,30 @@
-"""The optimizers of a run, with their state in 32 bits, in 8, or in the host's memory."""
+"""The optimizers of a run, with their state in 32 bits or 8, in memory or on disk."""
 
 import warnings
+from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import optax
 
 import jaxmem
 from jaxmem.errors import OffloadWarning
 
 OptimizerName = Literal["adamw", "adam", "sgd", "momentum", "lion", "adafactor", "adalomo"]
-StateName = Literal["float32", "8bit", "8bit-companding", "host", "8bit-host"]
+StateName = Literal["float32", "8bit", "8bit-companding", "host", "8bit-host", "disk", "8bit-disk"]
 
 
-def make(name: OptimizerName, rate: Any, state: StateName, clip: float | None) -> Any:
+def make(
+    name: OptimizerName, rate: Any, state: StateName, clip: float | None, folder: Path, every: int
+) -> Any:
     """An optax transformation.
 
     Args:
       rate: of learning, a schedule.
       state: where the state is, and in how many bits.
       clip: the largest global norm of a gradient; None for any.
+      folder: for a state on disk; what a run that has no checkpoint left there is removed.
+      every: steps between checkpoints.
     """
     found = _MAKERS[name](rate)
     if state.startswith("8bit"):
@@ -26,7 +32,16 @@ def make(name: OptimizerName, rate: Any, state: StateName, clip: float | None) -
         found = jaxmem.quantize_state(found, codec)
     if state.endswith("host"):
         found = _quiet(jaxmem.offload_state(found, min_size=4096))
+    if state.endswith("disk"):
+        found = jaxmem.disk_state(found, folder, every=every, min_size=4096, overwrite=True)
     return found if clip is None else optax.chain(optax.clip_by_global_norm(clip), found)
+
+
+def wait(state: Any) -> None:
+    """Until what is on disk of a state is all there."""
+    for leaf in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, jaxmem.OnDisk)):
+        if isinstance(leaf, jaxmem.OnDisk):
+            leaf.wait()
 
 
 # ---------------------------------------------------------------- implementation

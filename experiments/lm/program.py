@@ -107,7 +107,14 @@ def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
         decay_steps=max(config.steps, warm_up + 1),
         end_value=config.learning_rate / 20,
     )
-    inner = optimizers.make(config.optimizer, rate, config.state, config.clip)
+    inner = optimizers.make(
+        config.optimizer,
+        rate,
+        config.state,
+        config.clip,
+        config.folder() / "state",
+        config.checkpoint_every,
+    )
     if config.calls == 1:
         return optax.with_extra_args_support(inner)
     return jaxmem.MultiSteps(inner, config.calls).gradient_transformation()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-from lm import files
+from lm import files, optimizers
 from lm.config import Config, UserError
 from lm.program import Program, State, held_out_loss, initial, shapes
 from lm.stopping import Listener
@@ -84,6 +84,7 @@ def train(program: Program, folder: Path, listener: Listener) -> list[dict[str, 
                 bar.update()
                 last = step == config.steps or listener.heard is not None
                 if last or step % config.checkpoint_every == 0:
+                    optimizers.wait(state)
                     checkpoints.save(step, args=ocp.args.StandardSave(_without_empty(state)))
                 listener.check()
     return rows

@@ -5,8 +5,11 @@ from jaxmem.state.adalomo import adalomo as adalomo
 from jaxmem.state.codecs import Coded as Coded
 from jaxmem.state.codecs import Companding as Companding
 from jaxmem.state.codecs import Dynamic as Dynamic
+from jaxmem.state.disk import DiskState as DiskState
+from jaxmem.state.disk import disk_state as disk_state
 from jaxmem.state.offload import offload_state as offload_state
 from jaxmem.state.quantize import quantize_state as quantize_state
 from jaxmem.state.step import UpdatedLeaf as UpdatedLeaf
 from jaxmem.state.step import UpdatePlan as UpdatePlan
 from jaxmem.state.step import value_and_update as value_and_update
+from jaxmem.state.stored import OnDisk as OnDisk

@@ -27,7 +27,7 @@ from jaxmem.accumulate import inplace
 from jaxmem.accumulate.devices import as_varying
 from jaxmem.stacked import Into
 from jaxmem.stacked.stack import Tangent
-from jaxmem.state import rows
+from jaxmem.state import rows, stored
 from jaxmem.state.update import (
     Known,
     RowProgram,
@@ -329,19 +329,18 @@ class _Rows(Into):
         leaf = self.leaves[number]
         names = [self.update.param(leaf), *map(self.update.state, self.update.held[leaf])]
         own = [
-            _jax.beside(lax.dynamic_index_in_dim(array, index, keepdims=False), name.aval)[None]
+            _jax.beside(stored.rows_of(array, index, 1), name.aval)
             for array, name in zip(read, names, strict=True)
         ]
         compute = functools.partial(self.computed, number)
         varies = any(map(_jax.varying, [*own, gradient, index, *jax.tree.leaves(self.factor)]))
-        is_plain = platform() == "cpu" and not varies and not any(map(_jax.is_on_host, read))
+        is_plain = platform() == "cpu" and not varies and not any(map(stored.is_on_host, read))
         new = (_in_a_loop if is_plain else _as_it_is)(compute, own, gradient, index)
         eqns = self.update.sums_of(leaf, self.pass_number)
         parts = new[len(arrays) :]
         return _Held(
             tuple(
-                lax.dynamic_update_slice_in_dim(array, _jax.beside(row, array), index, 0)
-                for array, row in zip(arrays, new, strict=False)
+                stored.with_rows(array, row, index) for array, row in zip(arrays, new, strict=False)
             ),
             tuple(
                 combined(eqn, total, part)
@@ -391,6 +390,8 @@ def _in_a_loop(compute: Callable[..., list[Any]], own: Any, gradient: Any, index
 
 def _typed_as(array: Any, var: Any) -> Any:
     """An array that differs from device to device wherever this variable does."""
+    if stored.is_on_disk(array):
+        return array
     return as_varying(array, _jax.varying(var.aval))
 
 
@@ -497,5 +498,5 @@ class _Handover:
         for leaf, (param, *state) in self.arrays.items():
             found["param", leaf] = param
             found |= {("state", n): a for n, a in zip(update.held[leaf], state, strict=True)}
-        state, params = rows.collected(self.known, found)
+        state, params = rows.collected(self.known, found, task.state)
         return list(map(_jax.beside, params, task.params)), state

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import core
 
 from jaxmem import _jax
 from jaxmem.accumulate.trees import described, leaf_names
 from jaxmem.errors import OffloadWarning, check_positive, warn
-from jaxmem.state import rows
+from jaxmem.state import created, rows, stored
 from jaxmem.state.update import is_as_a_whole
 from jaxmem.trace.context import platform
 
@@ -103,13 +104,19 @@ class _Offloaded:
                 "one, so nothing is saved; the numbers are the same",
                 OffloadWarning,
             )
-        params = jax.tree.map(_jax.on_device, params)
-        state = self.optimizer.init(params)
-        leaves, tree = jax.tree.flatten(state)
-        return tree.unflatten(
+        types = created.shapes(self.optimizer.init, params)
+        if any(map(stored.is_on_disk, stored.flatten(types)[0])):
+            raise ValueError(
+                "the state is on disk already (jaxmem.disk_state); offload_state has nothing to do"
+            )
+        if any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(params)):
+            leaves = jax.tree.leaves(self.optimizer.init(jax.tree.map(_jax.on_device, params)))
+        else:
+            leaves = created.one_by_one(self.optimizer.init, params)
+        return jax.tree.structure(types).unflatten(
             [
                 jax.device_put(leaf, _jax.HOST) if self._goes(leaf, name) else leaf
-                for leaf, name in zip(leaves, leaf_names(state), strict=True)
+                for leaf, name in zip(leaves, leaf_names(types), strict=True)
             ]
         )
 

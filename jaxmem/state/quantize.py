@@ -15,7 +15,7 @@ import optax
 
 from jaxmem.accumulate.trees import described, difference, leaf_names, own_zero
 from jaxmem.errors import JaxmemWarning, check_positive, warn
-from jaxmem.state import intervals, rows
+from jaxmem.state import created, intervals, rows, stored
 from jaxmem.state.codecs import Codec, Coded
 from jaxmem.state.codecs import codec as codec_of
 from jaxmem.state.update import is_as_a_whole, traced
@@ -111,6 +111,11 @@ class _Quantized:
 
     def init(self, params: Any) -> Any:
         state = self.optimizer.init(params)
+        if any(map(stored.is_on_disk, stored.flatten(state)[0])):
+            raise ValueError(
+                "the state is on disk already, and not in 8 bits; put jaxmem.disk_state around "
+                "jaxmem.quantize_state"
+            )
         signed = self._signed(params, state)
         leaves, tree = jax.tree.flatten(state)
         return tree.unflatten(
@@ -121,6 +126,7 @@ class _Quantized:
         )
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        state = created.in_its_form(state, self.init, updates if params is None else params)
         flat, tree = jax.tree.flatten(state, is_leaf=_is_coded)
         signs = [leaf.codes.dtype == jnp.int8 if _is_coded(leaf) else None for leaf in flat]
         if all(sign is None for sign in signs):

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.state import stored
 from jaxmem.state.update import Known, Update, row_program, taken_apart, traced
 from jaxmem.trace.arguments import is_array
 
@@ -43,7 +44,7 @@ def by_rows(
     given = list(map(jnp.asarray, given))
     without = params is None
     own = given if without else list(map(jnp.asarray, jax.tree.leaves(params)))
-    leaves, state_tree = jax.tree.flatten(list(state))
+    leaves, state_tree = stored.flatten(list(state))
     others, others_tree = jax.tree.flatten(extra)
     rest = [leaf for leaf in others if is_array(leaf)]
 
@@ -58,7 +59,7 @@ def by_rows(
         )
         return jax.tree.leaves(found), new
 
-    closed = traced(flat, given, leaves, own, rest)
+    closed = traced(flat, given, list(map(stored.typed, leaves)), own, rest)
     after, found = run(closed, given, leaves, own, rest)
     return tree.unflatten(found), state_tree.unflatten(after)
 
@@ -82,7 +83,7 @@ def run(
     known.learn(dict(zip(closed.jaxpr.invars, gradients, strict=False)))
     known.learn(dict(zip(closed.jaxpr.invars[2 * count + len(state) :], rest, strict=True)))
     found = finished(known, gradients, state, params, over_gradients=True)
-    return collected(known, found)
+    return collected(known, found, state)
 
 
 def finished(
@@ -106,7 +107,7 @@ def finished(
     large = [
         leaf
         for leaf, gradient in enumerate(gradients)
-        if gradient is not None and _rows_at_once(gradient.shape) is not None
+        if gradient is not None and rows_at_once(gradient.shape) is not None
     ]
     if not large:
         return {}
@@ -143,7 +144,9 @@ def finished(
     return found
 
 
-def collected(known: Known, found: Mapping[tuple[str, int], Any]) -> tuple[list[Any], list[Any]]:
+def collected(
+    known: Known, found: Mapping[tuple[str, int], Any], state: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
     """The state's leaves and the parameters: those found, and the others computed as a whole."""
     update = known.update
     keys = [("state", number) for number in range(update.num_state)]
@@ -156,13 +159,11 @@ def collected(known: Known, found: Mapping[tuple[str, int], Any]) -> tuple[list[
         found[key] if key in found else _jax.as_array(values[key], aval)
         for key, aval in zip(keys, avals, strict=True)
     ]
-    return whole[: update.num_state], whole[update.num_state :]
+    after = list(map(stored.after_step, state, whole))
+    return after, whole[update.num_state :]
 
 
-# ---------------------------------------------------------------- implementation
-
-
-def _rows_at_once(shape: tuple[int, ...]) -> int | None:
+def rows_at_once(shape: tuple[int, ...]) -> int | None:
     """How many rows of an array are updated at once; None for all of them, without a loop."""
     if len(shape) < 2 or math.prod(shape) <= CHUNK:
         return None
@@ -174,9 +175,13 @@ def _rows_at_once(shape: tuple[int, ...]) -> int | None:
     return divisors[-1] if 2 * divisors[-1] >= most else most
 
 
+# ---------------------------------------------------------------- implementation
+
+
 def _is_stored(leaf: Any) -> bool:
     """Whether a leaf of the state is stored in another form than it is computed in."""
-    return leaf.dtype in (jnp.int8, jnp.uint8) or _jax.is_on_host(leaf)
+    is_coded = leaf.dtype in (jnp.int8, jnp.uint8)
+    return is_coded or stored.is_on_disk(leaf) or stored.is_on_host(leaf)
 
 
 def _loop(
@@ -195,7 +200,7 @@ def _loop(
       carried, read: arrays by variable.
     """
     shape = next(iter(carried.values())).shape
-    chunk = _rows_at_once(shape) or shape[0]
+    chunk = rows_at_once(shape) or shape[0]
 
     def some(count: int) -> Callable[[list[Any], Any], list[Any]]:
         program = row_program(update, wanted, [*carried, *read], count)
@@ -204,11 +209,11 @@ def _loop(
         def step(arrays: list[Any], index: Any) -> list[Any]:
             given = {**dict(zip(carried, arrays, strict=True)), **read}
             own = {
-                var: _jax.beside(lax.dynamic_slice_in_dim(array, index, count), var.aval)
+                var: _jax.beside(stored.rows_of(array, index, count), var.aval)
                 for var, array in given.items()
             }
             return [
-                lax.dynamic_update_slice_in_dim(array, _jax.beside(row, array), index, 0)
+                stored.with_rows(array, row, index)
                 for array, row in zip(arrays, program(whole, own, index), strict=True)
             ]
 

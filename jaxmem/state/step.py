@@ -32,7 +32,7 @@ from jaxmem.accumulate.trees import (
 )
 from jaxmem.accumulate.weighted import Weighted
 from jaxmem.errors import JaxmemWarning, check_positive, warn
-from jaxmem.state import in_backward
+from jaxmem.state import created, in_backward, stored
 from jaxmem.state.in_backward import Done, Task, Total
 from jaxmem.state.update import traced
 from jaxmem.trace.arguments import is_array
@@ -292,16 +292,19 @@ class Step:
             )
         filters = {0: optimizer.wrt}
         given, named = positional(self._fun, (model, *args), kwargs)
+        state = created.in_its_form(
+            nnx.as_pure(optimizer.opt_state),
+            self._optimizer.init,
+            nnx.as_pure(nnx.state(model, optimizer.wrt)),
+        )
         if self._parts is None:
             call, own, positions = modules.pure(self._fun, given, (0,), filters, self._has_aux)
-            state = nnx.as_pure(optimizer.opt_state)
             (value, (after, aux)), params, state, plan = self._whole(
                 call, True, own[0], state, own[1:], named
             )
             modules.write_back(given, positions, after)
             value = (value, aux) if self._has_aux else value
         else:
-            state = nnx.as_pure(optimizer.opt_state)
             value, params, state, plan = self._in_parts(given, named, state, filters)
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(nnx.as_pure(state)))
@@ -400,7 +403,7 @@ class Step:
         params = call.trees[0].unflatten(done.params)
         leaves, names = ([of[path] for path in call.diff] for of in (call.leaves, call.names))
         plan = _plan(done, leaves, names)
-        tree = jax.tree.structure(state)
+        _, tree = stored.flatten(state)
         return outputs(self._parts, result), params, tree.unflatten(done.state), plan
 
 
@@ -466,7 +469,8 @@ class _Trees:
     def __post_init__(self) -> None:
         params = self.tree.unflatten(self.params)
         wanted = jax.eval_shape(self.optimizer.init, params)
-        found = difference(self.state, wanted, ("the state", "what optimizer.init(params) returns"))
+        state, wanted = map(stored.types, (self.state, wanted))
+        found = difference(state, wanted, ("the state", "what optimizer.init(params) returns"))
         if found:
             raise ValueError(
                 f"the state is not of this optimizer and these parameters: {found}; pass what "
@@ -475,16 +479,17 @@ class _Trees:
 
     @property
     def state_leaves(self) -> list[Any]:
-        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(self.state)]
+        leaves, _ = stored.flatten(self.state)
+        return [leaf if stored.is_on_disk(leaf) else jnp.asarray(leaf) for leaf in leaves]
 
     @property
     def state_tree(self) -> Any:
-        return jax.tree.structure(self.state)
+        return stored.flatten(self.state)[1]
 
     def update(self, value: Any) -> Callable[[Sequence[Any]], Any]:
         """From types of gradients to the program of the update; `value` is the loss's type."""
         params = self.tree.unflatten([_type(leaf, leaf.dtype) for leaf in self.params])
-        state = self.state_tree.unflatten(self.state_leaves)
+        state = self.state_tree.unflatten(list(map(stored.typed, self.state_leaves)))
 
         def update(gradients: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
             extra = {}

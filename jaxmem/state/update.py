@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.accumulate.trees import at_least_float32
-from jaxmem.state import rules
+from jaxmem.state import rules, stored
 from jaxmem.trace.source import source_line
 
 # ---------------------------------------------------------------- types
@@ -288,6 +288,9 @@ class Known:
         unknown = [a for a in wanted if not _jax.is_literal(a) and a not in self.values]
         needed = _jax.needed(closed, unknown, keep_effects=False, given=self.values)
         eqns = [closed.jaxpr.eqns[index] for index in sorted(needed)]
+        for atom in [*wanted, *(atom for eqn in eqns for atom in eqn.invars)]:
+            if not _jax.is_literal(atom) and stored.is_on_disk(self.values.get(atom)):
+                self.values[atom] = stored.whole(self.values[atom])
         self.values.update(_jax.evaluate_each(eqns, self.values))
         return [a.val if _jax.is_literal(a) else self.values[a] for a in wanted]
 

@@ -196,6 +196,10 @@ def test_killed_and_interrupted_it_gives_the_numbers_of_an_unbroken_run(
         # AdaLomo's state has arrays without numbers, which orbax refuses.
         pytest.param({"optimizer": "adalomo", "fused": True}, id="adalomo"),
         pytest.param({"state": "8bit-host", "fused": True}, id="8 bits on the host"),
+        pytest.param({"state": "disk", "fused": True}, id="on disk"),
+        pytest.param(
+            {"state": "8bit-disk", "accum": 2, "accum_form": "across"}, id="8 bits on disk"
+        ),
     ],
 )
 def test_a_run_that_died_gives_the_numbers_of_an_unbroken_one(

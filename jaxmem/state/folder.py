@@ -1,0 +1,531 @@
+"""A folder with the arrays of an optimizer's state, and what is read ahead and written behind.
+
+    layout.json      which arrays there are
+    lock             held by the process that uses the folder
+    step-00000050/   the arrays after 50 updates: `0/`, `1/`, …, by tensorstore in zarr's format
+        whole        written last, when all of them are on the disk
+
+The rows of a step are written next to those of the step before it, which go when the next one
+begins.  So there is a whole step at any moment, and twice the state's bytes are needed.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmem._util.files import write_whole
+from jaxmem._util.text import size
+from jaxmem.errors import JaxmemWarning, StateOnDiskError, warn
+from jaxmem.state.stored import Array, Layout
+
+# ---------------------------------------------------------------- types
+
+# Which rows of which array: its number, the first one, how many.
+Key = tuple[int, int, int]
+
+
+@dataclasses.dataclass
+class _Write:
+    """Rows on their way to the disk."""
+
+    key: Key
+    rows: np.ndarray
+    future: Any
+
+    def overlaps(self, key: Key) -> bool:
+        (number, first, count), (own, start, length) = key, self.key
+        return number == own and first < start + length and start < first + count
+
+
+@dataclasses.dataclass
+class _Step:
+    """A step that this process reads or writes.
+
+    Attributes:
+      arrays: opened, by number.
+      left: rows still to be written, by number; none of a whole step.
+      pending: rows on their way to the disk.
+      whole: done when all is on the disk.
+    """
+
+    arrays: dict[int, Any] = dataclasses.field(default_factory=dict)
+    left: dict[int, int] = dataclasses.field(default_factory=dict)
+    pending: list[_Write] = dataclasses.field(default_factory=list)
+    whole: "concurrent.futures.Future[None] | None" = None
+
+
+# ---------------------------------------------------------------- API
+
+
+def state_folder(
+    path: str | os.PathLike[str], every: int | None, memory: int, overwrite: bool
+) -> "StateFolder":
+    """The folder at a path: one object in a process, as long as it is in use."""
+    real = os.path.realpath(path)
+    found = _folders.get(real)
+    if found is None:
+        found = _folders[real] = StateFolder(Path(real))
+    found.every, found.memory, found.overwrite = every, memory, overwrite
+    return found
+
+
+class StateFolder:
+    """Reads and writes rows of the arrays of one state, step after step.
+
+    Attributes:
+      path: of the folder, which is made when it is first used.
+      every: the newest two steps whose number is a multiple of this are kept, too.
+      memory: bytes of rows read ahead and written behind, about.
+      overwrite: whether a state that is there may be replaced by that of step 0.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.every: int | None = None
+        self.memory = 2**30
+        self.overwrite = False
+        self._guard = threading.RLock()
+        self._unlock: Callable[[], Any] | None = None
+        self._layout: Layout | None = None
+        self._steps: dict[int, _Step] = {}
+        self._failure: BaseException | None = None
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "jaxmem-state")
+        # What was read in the step that is being read, and in the one before it, in this order.
+        self._reading = -1
+        self._now: list[Key] = []
+        self._before: list[Key] = []
+        self._next = 0  # which of `_before` is read ahead next
+        self._ahead: dict[tuple[int, Key], Any] = {}
+
+    def __repr__(self) -> str:
+        return f"StateFolder({str(self.path)!r})"
+
+    def start(self, layout: Layout) -> None:
+        """Begin with step 0, whose rows are then written.
+
+        Raises:
+          StateOnDiskError: the folder is in use, is too small, or holds a state.
+        """
+        with self._guard:
+            self._take()
+            held = self._whole_steps()
+            if held and not self.overwrite:
+                raise StateOnDiskError(
+                    f"{self.path} holds a state already, after {_listed(held)}; to go on from it, "
+                    "take the state from your checkpoint in the place of init's (its arrays say "
+                    "which step they are of), and to start anew pass another folder, or "
+                    "overwrite=True"
+                )
+            self._failure = None
+            for step in self._all_steps():
+                self._remove(step)
+            write_whole(self.path / _LAYOUT, _text_of(layout).encode())
+            self._layout = layout
+            self._make(0)
+
+    def steps(self) -> tuple[int, ...]:
+        """The whole steps that the folder holds."""
+        self.wait()
+        return tuple(self._whole_steps())
+
+    def wait(self) -> None:
+        """Until all that was written is on the disk.
+
+        Raises:
+          StateOnDiskError: some of it could not be written.
+        """
+        for step in list(self._steps.values()):
+            if step.whole is not None:
+                step.whole.result()
+        self._check()
+
+    def close(self) -> None:
+        """Wait, and leave the folder to other processes.
+
+        Raises:
+          StateOnDiskError: some of what was written is not on the disk.
+        """
+        try:
+            self.wait()
+        finally:
+            with self._guard:
+                self._steps.clear()
+                self._ahead.clear()
+                self._layout, self._failure, self._reading = None, None, -1
+                if self._unlock is not None:
+                    self._unlock()
+                    self._unlock = None
+
+    def read(self, layout: Layout, number: int, step: int, first: int, count: int) -> np.ndarray:
+        """Rows of an array, as they are after a step.
+
+        Raises:
+          StateOnDiskError: the step is not there, or not as it was written.
+        """
+        key = (number, first, count)
+        with self._guard:
+            self._check()
+            self._open(layout)
+            self._begin_reading(step)
+            self._note(key)
+            own = self._steps[step]
+            pending = [write for write in own.pending if write.overlaps(key)]
+            if len(pending) == 1 and pending[0].key == key:
+                self._read_ahead(step)
+                return pending[0].rows
+            ahead = self._ahead.pop((step, key), None)
+        with self._told(f"{layout.arrays[number].path} after step {step} cannot be read", step):
+            for write in pending:
+                write.future.result()
+            rows = (ahead or self._started(step, key)).result()
+        with self._guard:
+            self._read_ahead(step)
+        return rows
+
+    def write(self, layout: Layout, number: int, step: int, first: int, rows: Any) -> None:
+        """Rows of an array, as they are to be after a step, on their way to the disk.
+
+        Raises:
+          StateOnDiskError: the step before is not there, the disk is full, or what was written
+            earlier has failed.
+        """
+        own = np.array(rows)  # what a callback is given is there for its time only
+        with self._guard:
+            self._check()
+            if step == 0 and not (0 in self._steps and self._steps[0].left):
+                self.start(layout)
+            self._open(layout)
+            if step not in self._steps or not self._steps[step].left:
+                self._begin_writing(step)
+            into = self._steps[step]
+            others = [write for held in self._steps.values() for write in held.pending]
+        self._wait_for_room(others, own.nbytes)
+        with self._guard:
+            rows_of = self._array(step, number)[first : first + own.shape[0]]
+            future = rows_of.write(own, can_reference_source_data_indefinitely=True)
+            into.pending = [*filter(self._is_pending, into.pending)]
+            into.pending.append(_Write((number, first, own.shape[0]), own, future))
+            into.left[number] -= own.shape[0]
+            is_last = not any(into.left.values())
+            if is_last:
+                into.left = {}
+                into.whole = self._worker.submit(self._finish, step)
+        # Of a step that a checkpoint goes with, nothing is left behind.
+        if is_last and into.whole and (step == 0 or (self.every and step % self.every == 0)):
+            into.whole.result()
+            self._check()
+
+    # ------------------------------------------------------------ opening
+
+    def _take(self) -> None:
+        """Keep other processes out."""
+        if self._unlock is not None:
+            return
+        with self._told(f"{self.path} cannot be used", None):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            by = os.read(lock, 1000).decode(errors="replace").strip() or "it does not say which"
+            os.close(lock)
+            raise StateOnDiskError(
+                f"{self.path} is in use by another process ({by}): two would overwrite each "
+                "other's state; stop that one, or pass another folder"
+            ) from None
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._unlock = weakref.finalize(self, os.close, lock)
+
+    def _open(self, layout: Layout) -> None:
+        """Take the folder, and see that it holds what is asked for."""
+        self._take()
+        if layout is self._layout or layout == self._layout:
+            return
+        try:
+            text = (self.path / _LAYOUT).read_text()
+        except FileNotFoundError:
+            raise StateOnDiskError(
+                f"{self.path} holds no state ({_LAYOUT} is missing): start with the state that "
+                "init returns, or pass the folder of the run that is to go on"
+            ) from None
+        if text != _text_of(layout):
+            raise StateOnDiskError(
+                f"{self.path} holds the state of another optimizer or other parameters: "
+                f"{_difference(text, layout)}; pass another folder, or overwrite=True and start "
+                "with the state that init returns"
+            )
+        self._layout = layout
+
+    def _verify(self, step: int) -> None:
+        """That no file of a step is missing or cut off; what is in them is checked when read."""
+        assert self._layout is not None
+        for number, array in enumerate(self._layout.arrays):
+            chunks = zip(array.shape, array.chunk, strict=True)
+            expected = math.prod(-(-length // chunk) for length, chunk in chunks)
+            bytes_each = math.prod(array.chunk) * array.itemsize + _DIGEST
+            top = self._folder(step) / str(number) / "c"
+            files = [Path(at, name) for at, _, names in os.walk(top) for name in names]
+            sizes = {file: file.stat().st_size for file in files}
+            wrong = [file for file in files if sizes[file] != bytes_each]
+            if wrong:
+                raise StateOnDiskError(
+                    f"{wrong[0]}, of {array.path}, has {sizes[wrong[0]]} bytes in the place of "
+                    f"{bytes_each}: it was cut off or written to; {self._go_on(step)}"
+                )
+            if len(files) != expected:
+                raise StateOnDiskError(
+                    f"{top} has {len(files)} files of {array.path} in the place of {expected}; "
+                    f"{self._go_on(step)}"
+                )
+
+    def _go_on(self, but: int | None = None) -> str:
+        """What to do when a step is lost."""
+        held = [step for step in self._whole_steps() if step != but]
+        if not held:
+            return f"there is no other whole step in {self.path}, so that the run has to start anew"
+        return f"go on from a checkpoint of another whole step that is there, {_listed(held)}"
+
+    # ------------------------------------------------------------ reading
+
+    def _begin_reading(self, step: int) -> None:
+        if step not in self._steps:
+            held = self._whole_steps()
+            if step not in held:
+                raise StateOnDiskError(
+                    f"the state after step {step} is not in {self.path}, which holds that after "
+                    f"{_listed(held)}: what is done to a state replaces it, but for steps that "
+                    "are multiples of every=; go on from a checkpoint of one that is there, and "
+                    "let every= be the number of steps between checkpoints"
+                )
+            self._verify(step)
+            self._steps[step] = _Step()
+        if step != self._reading:
+            self._reading = step
+            self._before, self._now, self._next = self._now, [], 0
+            self._ahead = {key: value for key, value in self._ahead.items() if key[0] == step}
+
+    def _note(self, key: Key) -> None:
+        """That these rows are read now."""
+        place = len(self._now)
+        if self._before[place : place + 1] != [key]:
+            self._before = []  # it goes another way than in the step before
+        self._now.append(key)
+        self._next = max(self._next, place + 1)
+
+    def _read_ahead(self, step: int) -> None:
+        """Begin to read what was read next in the step before."""
+        assert self._layout is not None
+        held = sum(self._bytes(key) for _, key in self._ahead)
+        while step == self._reading and self._next < len(self._before):
+            key = self._before[self._next]
+            held += self._bytes(key)
+            if self._ahead and held > self.memory // 2:
+                return
+            self._next += 1
+            if not any(write.overlaps(key) for write in self._steps[step].pending):
+                self._ahead.setdefault((step, key), self._started(step, key))
+
+    def _started(self, step: int, key: Key) -> Any:
+        number, first, count = key
+        return self._array(step, number)[first : first + count].read()
+
+    def _bytes(self, key: Key) -> int:
+        assert self._layout is not None
+        array = self._layout.arrays[key[0]]
+        return array.bytes // array.shape[0] * key[2]
+
+    # ------------------------------------------------------------ writing
+
+    def _begin_writing(self, step: int) -> None:
+        before = step - 1
+        self._begin_reading(before)
+        whole = self._steps[before].whole
+        if whole is not None:
+            whole.result()
+            self._check()
+        held = self._whole_steps()
+        multiples = [s for s in held if self.every and s % self.every == 0 and s <= before]
+        # That a run goes on from its last checkpoint is the usual thing.
+        lost = [s for s in held if self.every and s % self.every == 0 and s >= step]
+        if lost:
+            warn(
+                f"{self.path}: the state after {_listed(lost)} is removed, for the run goes on "
+                f"from step {before}",
+                JaxmemWarning,
+            )
+        for other in self._all_steps():
+            if other not in (before, *multiples[-2:]):
+                self._remove(other)
+        self._make(step)
+
+    def _make(self, step: int) -> None:
+        """An empty folder for a step, if there is room for what goes there."""
+        layout = self._layout
+        assert layout is not None
+        with self._told(f"{self.path} cannot be written", None):
+            free = shutil.disk_usage(self.path).free
+            if layout.bytes <= free:
+                self._folder(step).mkdir()
+        if layout.bytes > free:
+            raise StateOnDiskError(
+                f"the state after step {step} needs {size(layout.bytes)} on the disk of "
+                f"{self.path}, where {size(free)} are free (the state before it stays until it is "
+                "whole); make room there, or let jaxmem.quantize_state store it in 8 bits"
+            )
+        left = {number: array.shape[0] for number, array in enumerate(layout.arrays)}
+        self._steps[step] = _Step(left=left)
+
+    def _wait_for_room(self, others: Sequence[_Write], wanted: int) -> None:
+        todo = [write for write in others if not write.future.done()]
+        held = wanted + sum(write.rows.nbytes for write in todo)
+        for write in todo:
+            if held <= self.memory // 2:
+                return
+            with self._told(f"{self.path} cannot be written", None):
+                write.future.result()
+            held -= write.rows.nbytes
+
+    def _is_pending(self, write: _Write) -> bool:
+        if not write.future.done():
+            return True
+        if write.future.exception() is not None:
+            self._failure = write.future.exception()
+        return False
+
+    def _finish(self, step: int) -> None:
+        """When all rows are on the disk, say so there."""
+        own = self._steps[step]
+        try:
+            for write in own.pending:
+                write.future.result()
+            if self._failure is None:
+                write_whole(self._folder(step) / _WHOLE, b"")
+                own.pending = []
+        except BaseException as error:  # told by `_check`
+            self._failure = error
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            with self._told(f"{self.path} cannot be written", None):
+                raise self._failure
+
+    @contextlib.contextmanager
+    def _told(self, what: str, step: int | None) -> Iterator[None]:
+        """In the words of this file, what the disk or tensorstore refuse."""
+        try:
+            yield
+        except StateOnDiskError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).split(" [")[0]
+            raise StateOnDiskError(f"{what}: {reason}; {self._go_on(step)}") from error
+
+    # ------------------------------------------------------------ files
+
+    def _array(self, step: int, number: int) -> Any:
+        """An array of a step, opened, or made when the step is written."""
+        own = self._steps[step]
+        if number not in own.arrays:
+            assert self._layout is not None
+            array = self._layout.arrays[number]
+            folder = self._folder(step) / str(number)
+            own.arrays[number] = _opened(folder, array, make=bool(own.left))
+        return own.arrays[number]
+
+    def _folder(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def _all_steps(self) -> list[int]:
+        names = os.listdir(self.path) if self.path.is_dir() else []
+        return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+
+    def _whole_steps(self) -> list[int]:
+        return [step for step in self._all_steps() if (self._folder(step) / _WHOLE).exists()]
+
+    def _remove(self, step: int) -> None:
+        self._steps.pop(step, None)
+        (self._folder(step) / _WHOLE).unlink(missing_ok=True)
+        shutil.rmtree(self._folder(step))
+
+
+# ---------------------------------------------------------------- implementation
+
+_LAYOUT, _LOCK, _WHOLE = "layout.json", "lock", "whole"
+_STEP = re.compile(r"step-(\d{8,})")
+_DIGEST = 4  # bytes of the checksum after each chunk
+_folders: "weakref.WeakValueDictionary[str, StateFolder]" = weakref.WeakValueDictionary()
+
+
+@functools.cache
+def _context() -> Any:
+    import tensorstore
+
+    return tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+
+def _opened(folder: Path, array: Array, make: bool) -> Any:
+    import tensorstore
+
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": str(folder)},
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+        "metadata": {
+            "shape": list(array.shape),
+            "data_type": array.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "crc32c"},
+            ],
+        },
+    }
+    return tensorstore.open(spec, context=_context(), create=make, open=not make).result()
+
+
+def _text_of(layout: Layout) -> str:
+    arrays = [dataclasses.asdict(array) for array in layout.arrays]
+    return json.dumps({"format": 1, "arrays": arrays}, indent=1)
+
+
+def _difference(text: str, layout: Layout) -> str:
+    """The first array in which what a folder holds differs from what is asked for."""
+    try:
+        held = {array["path"]: array for array in json.loads(text)["arrays"]}
+    except (ValueError, KeyError, TypeError):
+        return f"{_LAYOUT} cannot be read"
+
+    def told(array: Any) -> str:
+        return f"{array['dtype']}{list(array['shape'])}"
+
+    for array in layout.arrays:
+        wanted, found = dataclasses.asdict(array), held.pop(array.path, None)
+        if found is None:
+            return f"{array.path} is not there"
+        if told(found) != told(wanted):
+            return f"{array.path} is {told(found)} there and {told(wanted)} here"
+    return f"{next(iter(held))} is there, and not here" if held else "its files are cut otherwise"
+
+
+def _listed(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no step"
+    *first, last = map(str, steps)
+    return f"steps {', '.join(first)} and {last}" if first else f"step {last}"

@@ -1,0 +1,211 @@
+"""Where an array of an optimizer's state is, on the device, on the host or on disk, and its rows.
+
+Rows of arrays on the device and on the host are slices.  Rows of an array on disk are read and
+written by callbacks while the program runs; in the program, such an array is the number of the
+step that its folder is asked for.
+"""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+
+from jaxmem import _jax
+
+# ---------------------------------------------------------------- types
+
+
+class Folder(Protocol):
+    """What reads and writes rows of the arrays of one state."""
+
+    def read(self, layout: "Layout", number: int, step: int, first: int, count: int) -> np.ndarray:
+        """Rows of an array, as they are after a step."""
+        ...
+
+    def write(self, layout: "Layout", number: int, step: int, first: int, rows: Any) -> None:
+        """Rows of an array, as they are to be after a step."""
+        ...
+
+    def wait(self) -> None:
+        """Until all that was written is on the disk."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array on disk.
+
+    Attributes:
+      path: in the state, such as "0/mu/layers/up".
+      shape, dtype: of all of it.
+      chunk: the shape of what goes into one file.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """All arrays of a state that are on disk, and the folder that they are in."""
+
+    folder: Folder
+    arrays: tuple[Array, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((id(self.folder), self.arrays)))
+
+    def __hash__(self) -> int:  # of many arrays, asked for whenever a state is flattened
+        return vars(self)["_hash"]
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class OnDisk:
+    """An array of an optimizer's state that `jaxmem.disk_state` keeps in a folder.
+
+    In a tree it has one leaf, which is what a checkpoint stores of it.
+
+    Attributes:
+      step: int32, after how many updates the array is meant; the folder holds that.
+      shape, dtype: of the array on disk.
+    """
+
+    def __init__(self, step: Any, layout: Layout, number: int) -> None:
+        self.step, self.layout, self.number = step, layout, number
+
+    def __repr__(self) -> str:
+        return f"OnDisk({self.dtype}{list(self.shape)} after step {self.step})"
+
+    @property
+    def _own(self) -> Array:
+        return self.layout.arrays[self.number]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._own.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(jnp.dtype(self._own.dtype))
+
+    @property
+    def bytes_on_disk(self) -> int:
+        return self._own.bytes
+
+    def wait(self) -> None:
+        """Until all that was written of the state is on the disk, as before a checkpoint.
+
+        Raises:
+          jaxmem.StateOnDiskError: some of it could not be written.
+        """
+        jax.block_until_ready(self.step)
+        self.layout.folder.wait()
+
+    def rows(self, index: Any, count: int) -> jax.Array:
+        """Some rows, read from disk when the program gets there."""
+        layout, number = self.layout, self.number
+
+        def read(step: Any, index: Any) -> np.ndarray:
+            return layout.folder.read(layout, number, int(step), int(index), count)
+
+        like = jax.ShapeDtypeStruct((count, *self.shape[1:]), self.dtype)
+        return io_callback(read, like, self.step, jnp.int32(index))
+
+    def with_rows(self, rows: Any, index: Any) -> "OnDisk":
+        """The array of which some rows of the next step are written."""
+        layout, number = self.layout, self.number
+
+        def write(step: Any, index: Any, rows: Any) -> Any:
+            layout.folder.write(layout, number, int(step) + 1, int(index), rows)
+            return np.int32(step)  # what reads the next step's rows waits for this
+
+        like = jax.ShapeDtypeStruct((), jnp.int32)
+        return OnDisk(io_callback(write, like, self.step, jnp.int32(index), rows), layout, number)
+
+    def finished(self) -> "OnDisk":
+        """The array after the step of which all rows are written."""
+        return OnDisk(self.step + 1, self.layout, self.number)
+
+    def tree_flatten_with_keys(self) -> tuple[Sequence[Any], Hashable]:
+        return [(jax.tree_util.GetAttrKey("step"), self.step)], (self.layout, self.number)
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Hashable]:
+        return [self.step], (self.layout, self.number)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> "OnDisk":
+        return cls(children[0], *aux)
+
+
+# ---------------------------------------------------------------- API
+
+
+def is_on_disk(node: Any) -> bool:
+    return isinstance(node, OnDisk)
+
+
+def is_on_host(array: Any) -> bool:
+    return not is_on_disk(array) and _jax.is_on_host(array)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Arrays of a state, those on disk as one each, and the tree that they are of."""
+    return jax.tree.flatten(tree, is_leaf=is_on_disk)
+
+
+def typed(array: Any) -> Any:
+    """The array, or the type that one on disk has when it is read."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype) if is_on_disk(array) else array
+
+
+def types(tree: Any) -> Any:
+    """A state with `typed` of each array."""
+    leaves, form = flatten(tree)
+    return form.unflatten(list(map(typed, leaves)))
+
+
+def rows_of(array: Any, index: Any, count: int) -> jax.Array:
+    """Some rows, on the device."""
+    if is_on_disk(array):
+        return array.rows(index, count)
+    return _jax.on_device(lax.dynamic_slice_in_dim(array, index, count))
+
+
+def with_rows(array: Any, rows: Any, index: Any) -> Any:
+    """The array with these rows, in its place."""
+    if is_on_disk(array):
+        return array.with_rows(rows, index)
+    return lax.dynamic_update_slice_in_dim(array, _jax.beside(rows, array), index, 0)
+
+
+def whole(array: Any) -> Any:
+    """The array, of one on disk what is read of it."""
+    return array.rows(0, array.shape[0]) if is_on_disk(array) else array
+
+
+def after_step(before: Any, array: Any) -> Any:
+    """What an array becomes in an update, which may have written it by rows."""
+    if not is_on_disk(before):
+        return array
+    written = array if is_on_disk(array) else before.with_rows(array, 0)
+    return written.finished()
