@@ -60,7 +60,7 @@ def origin(module: Module, name: str, index: tuple[int, ...] = ()) -> Origin:
     instruction = module.instructions.get(name)
     if instruction is None:
         return Origin(name, "", "", None, 0)
-    back, stacked = _back(module, (instruction, index))
+    back, stacked = steps_back(module, (instruction, index))
     made = back[-1][0]
     sliced = _is_slice(back)
     if made.opcode == "parameter" and module.home[made.name] == module.entry:
@@ -73,7 +73,7 @@ def origin(module: Module, name: str, index: tuple[int, ...] = ()) -> Origin:
     part = next((o for o in parts if operation(o.op_name, plain=True) in _PRODUCTS.values()), None)
     named = part or (known[0] if known else made)
     text = named.op_name
-    if made.opcode in _PRODUCTS and operation(text, plain=True) in _DULL:
+    if made.opcode in _PRODUCTS and operation(text, plain=True) in DULL:
         # The compiler merged the operation that jax names it after into the product.
         text = f"{text.rpartition('/')[0]}/{_PRODUCTS[made.opcode]}"
     rank = 0 if made.opcode in _ROOM or made.target == "AllocateBuffer" else 3 if stacked else 2
@@ -231,12 +231,12 @@ def _line(frame: Frame) -> str:
 # ---------------------------------------------------------------- implementation
 
 _PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
-_DULL = ("", "convert_element_type", "reshape", "transpose")
+DULL = ("", "convert_element_type", "reshape", "transpose")
 _ROOM = ("after-all", "broadcast", "constant", "iota", "tuple")
 _DEEPEST = 16
 
 
-def _back(module: Module, value: Value) -> tuple[list[Value], bool]:
+def steps_back(module: Module, value: Value) -> tuple[list[Value], bool]:
     """The way back to the instruction that computes a value, and whether a loop stacks them."""
     back, stacked = way(module, value), False
     for _ in range(_DEEPEST):
@@ -245,7 +245,7 @@ def _back(module: Module, value: Value) -> tuple[list[Value], bool]:
             # Nested loops write stacks into stacks.
             back += way(module, update)
             stacked = True
-        elif last.opcode == "reduce" and operation(last.op_name, plain=True) in _DULL:
+        elif last.opcode == "reduce" and operation(last.op_name, plain=True) in DULL:
             # The last part of a product that was split along its contracted dimension.
             operand = module.operand(last)
             if operand is None:
@@ -256,20 +256,20 @@ def _back(module: Module, value: Value) -> tuple[list[Value], bool]:
     return back, stacked
 
 
-def _is_slice(back: list[Value]) -> bool:
+def _is_slice(steps: list[Value]) -> bool:
     """Whether a value is cut out of another, on its way up to the write into a stack."""
-    for instruction, _ in back:
+    for instruction, _ in steps:
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode in ("dynamic-slice", "slice"):
+        if opcode == "dynamic-slice":
             return True
         if opcode == "dynamic-update-slice":
             return False
     return False
 
 
-def _phase_of_stack(back: list[Value]) -> Phase:
+def _phase_of_stack(steps: list[Value]) -> Phase:
     """The phase of the first write into a stack, "" if there is none."""
-    for instruction, _ in back:
+    for instruction, _ in steps:
         if instruction.opcode.removesuffix("-start") == "dynamic-update-slice":
             return phase(instruction.op_name)
     return ""

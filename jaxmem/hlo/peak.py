@@ -5,7 +5,9 @@ the compiler's list as its allocation, the loop's operand, result and parameter,
 the update.  The row has the most informative of their names.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jaxmem.hlo import text as hlo
 from jaxmem.hlo.buffers import Allocation, Buffer, Kind, Schedule, Value, place
@@ -27,7 +29,7 @@ def rows(
     found: list[Buffer] = []
     for allocation in allocations:
         if allocation.persistent:
-            found += _persistent(module, allocation, schedule)
+            found += _persistent(module, allocation, schedule, step)
         else:
             found += _sharing(module, allocation, schedule, step)
     return tuple(found)
@@ -47,7 +49,9 @@ def _named(module: hlo.Module, schedule: Schedule, value: Value) -> Origin:
     return origin(module, name, value.index)
 
 
-def _persistent(module: hlo.Module, allocation: Allocation, schedule: Schedule) -> list[Buffer]:
+def _persistent(
+    module: hlo.Module, allocation: Allocation, schedule: Schedule, step: int
+) -> list[Buffer]:
     """An argument, a result or a constant, which has a separate allocation."""
     if not allocation.values or allocation.size < _LEAST:
         return []
@@ -63,7 +67,20 @@ def _persistent(module: hlo.Module, allocation: Allocation, schedule: Schedule) 
         last = [v for v in whole if live_range(v, schedule)[1] >= len(schedule.order)]
         value, named = _best(module, schedule, last or whole)
     row = _row(module, allocation, kind, allocation.size, value, named, value)
-    return [row] if row else []
+    if row is None or kind != "output":
+        return [row] if row else []
+    # Its name is that of the result; its role is that of what it holds now, if of the same shape.
+    now = [v for v in allocation.values if _is_live(v, schedule, step)]
+    now = [v for v in now if read_shape(v.shape).dims == row.shape]
+    if not now:
+        return [dataclasses.replace(row, role="", is_stack=False)]
+    value, named = _best(module, schedule, now)
+    return [dataclasses.replace(row, **_role(module, kind, value, named))]
+
+
+def _is_live(value: Value, schedule: Schedule, step: int) -> bool:
+    start, end = live_range(value, schedule)
+    return start <= step <= end
 
 
 def _is_parameter(module: hlo.Module, value: Value) -> bool:
@@ -77,9 +94,8 @@ def _sharing(
     """What is live in an allocation that temporaries share."""
     live = []
     for value in allocation.values:
-        start, end = live_range(value, schedule)
-        if start <= step <= end and value.size:
-            live.append((value.offset, -value.size, start, value))
+        if value.size and _is_live(value, schedule, step):
+            live.append((value.offset, -value.size, live_range(value, schedule)[0], value))
     live.sort(key=lambda item: item[:2])
     found: list[Buffer] = []
     group: list[tuple[int, Value]] = []
@@ -152,7 +168,6 @@ def _row(
     if shape.elements is not None or size < _LEAST:
         return None
     index = "{" + ",".join(map(str, value.index)) + "}" if value.index else ""
-    made = module.instructions.get(value.name) if kind in ("output", "temporary") else None
     return Buffer(
         bytes=size,
         shape=shape.dims,
@@ -165,6 +180,13 @@ def _row(
         module=named.module,
         parameter=allocation.parameter if kind == "argument" else named.parameter,
         padding_bytes=max(shown.size - shape.bytes, 0),
-        role=role(module, (made, value.index), named) if made else "",
-        is_stack=named.rank == 3 and not named.is_slice,
+        **_role(module, kind, value, named),
     )
+
+
+def _role(module: hlo.Module, kind: Kind, value: Value, named: Origin) -> dict[str, Any]:
+    made = module.instructions.get(value.name)
+    if made is None or kind not in ("output", "temporary"):
+        return {}
+    is_stack = named.rank == 3 and not named.is_slice
+    return {"role": role(module, (made, value.index), named), "is_stack": is_stack}

@@ -6,28 +6,28 @@ operation of the backward pass reads it; so values are followed forwards, to wha
 """
 
 from jaxmem.hlo.buffers import Role
-from jaxmem.hlo.naming import Origin, phase
+from jaxmem.hlo.naming import DULL, Origin, operation, origin, phase, steps_back
 from jaxmem.hlo.text import Instruction, Module
-from jaxmem.hlo.values import Value
+from jaxmem.hlo.values import Value, way
 
 # ---------------------------------------------------------------- API
 
 
-def role(module: Module, value: Value, origin: Origin) -> Role:
+def role(module: Module, value: Value, known: Origin) -> Role:
     """The role of a value, of which the origin is known.
 
     A part that is copied out of a stack has none: it is a working copy.  Nor has a copy of an
     argument, unless a loop stacks such copies.
     """
-    if origin.is_slice or origin.rank == 0 or (origin.parameter is not None and origin.rank < 3):
+    if known.is_slice or known.rank == 0 or (known.parameter is not None and known.rank < 3):
         return ""
-    if origin.phase == "recomputed":
+    if known.phase == "recomputed":
         return "recomputed"
-    if origin.phase == "backward":
-        return "sum" if origin.name.partition(" ")[0] in _SUMS else ""
-    if origin.phase == "forward" and read_in_backward(module, value):
-        return "saved"
-    return ""
+    if known.phase == "forward":
+        return "saved" if read_in_backward(module, value) else ""
+    if _is_sum(module, value, known) and not _is_partial(module, value):
+        return "sum"
+    return "sum" if _accumulates(module, value) else ""
 
 
 def read_in_backward(module: Module, value: Value) -> bool:
@@ -57,10 +57,48 @@ def _words(text: str) -> frozenset[str]:
 # Operations that the gradient of a parameter comes out of: contractions and sums.  What is
 # elementwise, as an update of parameters in the backward pass is, has gone through one before.
 _SUMS = _words("add_any conv_general_dilated dot_general psum reduce_sum scatter-add scatter_add")
+_SUMMING = _words("all-reduce convolution dot reduce reduce-scatter scatter")
+# Where the way back from an accumulator ends: where it was written or added to before, or at zero.
+_CARRIED = _words("add broadcast constant dynamic-update-slice")
 _CALLS = _words("async call fusion")
 _CARRIES = _CALLS | _words("bitcast conditional copy get-tuple-element opt-barrier tuple while")
 _PASSES = _words("convert dynamic-slice reshape slice transpose")
 _FAR = 4096
+_NEAR = 16
+
+
+def _is_sum(module: Module, value: Value, known: Origin) -> bool:
+    if known.phase != "backward":
+        return False
+    # Sums over devices are computed in a flat form of several values, without a name.
+    opcodes = {instruction.opcode for instruction, _ in steps_back(module, value)[0]}
+    opcodes = {opcode.removesuffix("-start").removesuffix("-done") for opcode in opcodes}
+    return known.name.partition(" ")[0] in _SUMS or not opcodes.isdisjoint(_SUMMING)
+
+
+def _is_partial(module: Module, value: Value) -> bool:
+    """Whether it is partial sums of a product, of which a reduction makes the product."""
+    left, seen = [value], 0
+    while left and seen < _NEAR:
+        instruction, index = left.pop()
+        seen += 1
+        for user, number in module.users.get(instruction.name, ()):
+            if user.opcode == "reduce" and operation(user.op_name, plain=True) in DULL:
+                return True
+            if not _computes(user) or user.opcode in _PASSES:
+                left += _read_by(module, user, number, index)
+    return False
+
+
+def _accumulates(module: Module, value: Value) -> bool:
+    """Whether sums of the backward pass are added to what a loop carries, and to nothing else."""
+    made = steps_back(module, value)[0][-1][0]
+    if made.opcode != "add":
+        return False
+    operands = [operand for k in (0, 1) if (operand := module.operand(made, k))]
+    sums = [_is_sum(module, (o, ()), origin(module, o.name)) for o in operands]
+    ends = [way(module, (operand, ()))[-1][0].opcode for operand in operands]
+    return len(ends) == 2 and any(sums[k] and ends[1 - k] in _CARRIED for k in (0, 1))
 
 
 def _computes(user: Instruction) -> bool:
