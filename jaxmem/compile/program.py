@@ -20,7 +20,8 @@ from jaxmem.targets import CompileError
 from jaxmem.trace.arguments import check_keywords, is_array, named_leaves
 from jaxmem.trace.context import Record, recording
 from jaxmem.trace.source import source_line
-from jaxmem.trace.state_fields import state_fields
+from jaxmem.trace.state_fields import state_leaves
+from jaxmem.trace.training_state import Leaf, Named, told
 
 # ---------------------------------------------------------------- types
 
@@ -35,6 +36,8 @@ class Argument:
       donated: whether the program may overwrite it.
       memory_kind: "pinned_host" and the like; None for device memory.
       field: of an optimizer's state, such as "mu"; None for what is none.
+      is_parameter: whether it is one of the model's parameters.
+      disk_bytes: of the array on disk that it stands for; 0 for an array in memory.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Argument:
     donated: bool
     memory_kind: str | None
     field: str | None = None
+    is_parameter: bool = False
+    disk_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +91,18 @@ class Program:
         donate_argnums: int | Sequence[int] = (),
         static_argnums: int | Sequence[int] = (),
         platform: str | None = None,
+        optimizer_state: Named = None,
+        parameters: Named = None,
     ) -> None:
         """Trace the call.
 
         Args:
+          optimizer_state, parameters: see `jaxmem.trace.training_state.told`.
           platform: "gpu" or "tpu" if the program is for an absent accelerator.
 
         Raises:
           TypeError: an argument is not an array; the message names its path.
+          TypeError, ValueError: see `jaxmem.trace.training_state.told`.
           CompileError: tracing needs cuDNN, which is not installed.
         """
         self.fn, self.args, self.kwargs, self.platform = fn, args, kwargs, platform
@@ -120,9 +129,11 @@ class Program:
             ) from None
         self.record: Record = record
         self.jaxpr = self.traced.jaxpr
-        self.arguments = self._arguments(static)
+        self.arguments = self._arguments(static, optimizer_state, parameters)
 
-    def _arguments(self, static: set[int]) -> list[Argument]:
+    def _arguments(
+        self, static: set[int], optimizer_state: Named, parameters: Named
+    ) -> list[Argument]:
         in_args, in_kwargs = self.traced.args_info
         positions = [k for k in range(len(self.args)) if k not in static]
         if len(positions) != len(in_args):  # others are static in a function jitted elsewhere
@@ -130,7 +141,16 @@ class Program:
         infos = named_leaves(self.fn, in_args, in_kwargs, positions)
         given = [self.args[k] for k in positions] + [self.kwargs[k] for k in sorted(in_kwargs)]
         kinds = [_memory_kind(leaf) for tree in given for leaf in jax.tree.leaves(tree)]
-        fields = [field for tree in given for field in state_fields(tree)]
+        states = [leaf for tree in given for leaf in state_leaves(tree)]
+        places = [*positions, *[None] * len(in_kwargs)]
+        whose = [
+            place for place, tree in zip(places, given, strict=True) for _ in jax.tree.leaves(tree)
+        ]
+        leaves = [
+            Leaf(name, place, tuple(info.shape), state)
+            for (name, info), place, state in zip(infos, whose, states, strict=True)
+        ]
+        found = told(leaves, len(self.args), optimizer_state, parameters)
         return [
             Argument(
                 name=name,
@@ -140,8 +160,12 @@ class Program:
                 donated=info.donated,
                 memory_kind=kind,
                 field=field,
+                is_parameter=is_parameter,
+                disk_bytes=state.disk_bytes,
             )
-            for (name, info), kind, field in zip(infos, kinds, fields, strict=True)
+            for (name, info), kind, field, is_parameter, state in zip(
+                infos, kinds, found.fields, found.parameters, states, strict=True
+            )
         ]
 
     def exported(self, platform: str) -> Exported:

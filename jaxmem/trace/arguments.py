@@ -30,6 +30,8 @@ OPTIONS = [
     "generate_code",
     "max_compiles",
     "max_seconds",
+    "optimizer_state",
+    "parameters",
     "points",
     "progress",
     "static_argnums",
