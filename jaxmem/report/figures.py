@@ -8,7 +8,8 @@ from jaxmem.estimate.costs import Costs, costs
 from jaxmem.hlo.analysis import Analysis
 from jaxmem.hlo.buffers import Buffer
 from jaxmem.report.lints import lints
-from jaxmem.report.report import MemoryReport
+from jaxmem.report.parts import parts
+from jaxmem.report.report import MemoryReport, Places
 from jaxmem.trace.names import GivenNames
 
 # ---------------------------------------------------------------- API
@@ -39,14 +40,18 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
     if analysis is not None and compiled.devices > 1:
         # Only the compiled program shows how the work is split over devices or repeated on them.
         model = analysis.matmul_flops - analysis.recomputed_matmul_flops
+    buffers = () if analysis is None else _named(analysis, program, compiled)
+    required = argument + output - alias + temp
+    on_chip = 0 if analysis is None else analysis.space_bytes.get("on-chip", 0)
+    whole = Places(required, on_chip, host)
     return MemoryReport(
-        required_bytes=argument + output - alias + temp,
+        required_bytes=required,
         argument_bytes=argument,
         output_bytes=output,
         alias_bytes=alias,
         temp_bytes=temp,
         host_bytes=host,
-        on_chip_bytes=0 if analysis is None else analysis.space_bytes.get("on-chip", 0),
+        on_chip_bytes=on_chip,
         peak_bytes=stats.get("peak_bytes"),
         capacity_bytes=compiled.capacity_bytes,
         default_capacity_bytes=compiled.default_capacity_bytes,
@@ -56,7 +61,7 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         model_matmul_flops=model,
         estimated_seconds=_roofline(compiled, per_device, matmul),
         arguments=arguments,
-        buffers=() if analysis is None else _named(analysis, program, compiled),
+        buffers=buffers,
         timeline=None if analysis is None else analysis.timeline,
         lints=lints(program, compiled, work),
         suggestion=None,
@@ -72,6 +77,7 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
         state=_state_bytes(program, compiled, arguments),
+        parts=parts(program, compiled, arguments, buffers, whole, max(output - alias, 0)),
     )
 
 

@@ -13,6 +13,7 @@ from jaxmem.compile.compiling import Compiled
 from jaxmem.compile.program import Program
 from jaxmem.estimate.costs import Costs, two_levels, unrolled_without_barriers
 from jaxmem.policies import ByLayer, NoRemat
+from jaxmem.report.parts import gradient_of_stacks
 from jaxmem.report.report import Lint
 
 # Below these shares a thing is not worth a reader's time.
@@ -254,12 +255,19 @@ def _large_state(program: Program, compiled: Compiled, work: Costs) -> Iterator[
     if held > _STATE * needed:
         stored = sum(argument.bytes // int(argument.dtype[-2:]) * 8 for argument in wide)
         fields = ", ".join(dict.fromkeys(argument.field or "" for argument in wide))
+        buffers = () if compiled.analysis is None else compiled.analysis.buffers
+        stacks, layer = gradient_of_stacks(program, compiled, buffers)
+        # Where no gradient is live at the peak, it is no part of what is needed.
+        fused = (
+            f"; jaxmem.value_and_update(loss, optimizer) saves {size(stacks - layer)} of gradient"
+        )
         yield Lint(
             "large-state",
             f"the optimizer's state ({fields}) has {size(held)}",
             f"jaxmem.quantize_state(optimizer) saves {size(held - stored // compiled.devices)} of "
-            "it, jaxmem.offload_state(optimizer) keeps it on the host; and "
-            "jaxmem.value_and_update(loss, optimizer) needs no gradient of layer stacks",
+            f"it, jaxmem.offload_state(optimizer) up to {size(held)}, which go to the host"
+            + fused
+            * (stacks > layer),
         )
 
 

@@ -22,6 +22,7 @@ from jaxmem.report.advice import advise
 from jaxmem.report.figures import report_of
 from jaxmem.report.report import MemoryReport
 from jaxmem.trace.context import use_policy
+from jaxmem.trace.training_state import Named
 
 # ---------------------------------------------------------------- API
 
@@ -37,6 +38,8 @@ def memory_report(
     timeout: float = 900.0,
     cache: bool = True,
     suggest: bool = True,
+    optimizer_state: Named = None,
+    parameters: Named = None,
     **kwargs: Any,
 ) -> MemoryReport:
     """Compile `fn` for an accelerator, present or absent, and report the memory that it needs.
@@ -63,14 +66,20 @@ def memory_report(
       cache: whether to read and write the results on disk (for named targets).
       suggest: when the program does not fit and has decorated stacks, whether to
         compile it under other policies until one fits.
+      optimizer_state: which argument is the optimizer's state, or has it inside: its position, or
+        its path as reports print it, such as "state/opt"; or several of those.  Its fields are
+        named tuples', as optax has them, or else the first parts of the paths within.  None: all
+        named tuples are states, and nothing else is.
+      parameters: likewise, which are the model's parameters.  None: those under the name "params"
+        or "parameters", or else those whose paths the fields of the optimizer's state repeat.
       **kwargs: arrays, passed on to `fn` by name.  Arguments of `fn` with the name of an
         option above must be passed by position.
 
     Raises:
       TypeError: `fn` is not callable, an argument is not an array (the message names its
         path), or an option has the wrong type.
-      ValueError: unknown target, unknown compiler option, or arguments sharded over another number
-      of devices.
+      ValueError: unknown target, unknown compiler option, arguments sharded over another number
+        of devices, or an `optimizer_state` or `parameters` that is no argument.
       jaxmem.CompileError: the compiler refused the program, crashed, ran out of time or is not
         installed; the message says which and what to do.
       RuntimeError: the attached backend gives no memory analysis.
@@ -93,6 +102,8 @@ def memory_report(
         timeout=timeout,
         cache=cache,
         suggest=suggest,
+        optimizer_state=optimizer_state,
+        parameters=parameters,
     ).result()
 
 
@@ -116,6 +127,8 @@ class PendingReport:
     cache: bool
     generate_code: bool = False
     suggest: bool = False
+    optimizer_state: Named = None
+    parameters: Named = None
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -142,7 +155,14 @@ class PendingReport:
             targets.warm_up(absent)  # while this process traces
         platform = None if absent is None else absent.platform
         self._program = Program(
-            self.fn, self.args, self.kwargs, self.donate_argnums, self.static_argnums, platform
+            self.fn,
+            self.args,
+            self.kwargs,
+            self.donate_argnums,
+            self.static_argnums,
+            platform,
+            self.optimizer_state,
+            self.parameters,
         )
         self._compiling = (
             Here(self._program, options)

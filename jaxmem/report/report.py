@@ -10,6 +10,7 @@ makes reports, `jaxmem.show` displays them.
 
 import dataclasses
 import json
+import operator
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -57,6 +58,35 @@ class Suggestion:
     required_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Bytes of one part of a program's memory, by where they are.
+
+    Attributes:
+      device: in device memory, a share of `required_bytes`.
+      on_chip: in on-chip memory, at the peak of that.
+      host: in host memory, at the peak of that.
+      disk: in files, of optimizer state on disk.
+
+    >>> Places(3, host=4) + Places(2)
+    Places(device=5, on_chip=0, host=4, disk=0)
+    """
+
+    device: int = 0
+    on_chip: int = 0
+    host: int = 0
+    disk: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.device, self.on_chip, self.host, self.disk))
+
+    def __add__(self, other: "Places") -> "Places":
+        return Places(*map(operator.add, self, other))
+
+    def __sub__(self, other: "Places") -> "Places":
+        return Places(*map(operator.sub, self, other))
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport(Shown):
     """The memory, FLOPs and traffic of one compiled program, per device.
@@ -89,6 +119,15 @@ class MemoryReport(Shown):
         An argument that the program never reads, or that is in host memory, has 0.
       state: of the arguments that are an optimizer's state, the bytes by its fields, such as "mu":
         on the device, and on the host.
+      parts: what the memory is for: "parameters"; "gradient", as far as it is live at the peak;
+        "state/mu" and the like, an optimizer's state by its fields; "saved", what is kept at the
+        peak from the forward pass for the backward pass (carries, and values that a policy keeps);
+        "recomputed", what the backward pass has computed again; other "arguments"; "results" in no
+        donated argument's place; and "rest", which is cotangents of activations, working memory
+        and all that the compiler's text does not tell.  In device memory they sum to
+        `required_bytes`, in host and on-chip memory to what is stated for those; parts of no bytes
+        are left out.  Arguments are exact; `jaxmem.report.parts` says what the others leave to the
+        rest.
       buffers: what is live at the peak, largest first.
       timeline: live bytes along the program; None where the compiler gives none.
       lints: what costs memory or misleads, with remedies.
@@ -144,6 +183,7 @@ class MemoryReport(Shown):
     compile_seconds: float
     cached: bool
     state: dict[str, tuple[int, int]] = dataclasses.field(hash=False, default_factory=dict)
+    parts: dict[str, Places] = dataclasses.field(hash=False, default_factory=dict)
 
     # ------------------------------------------------------------ derived
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem._util.text import size
 from jaxmem.show.blocks import Bar, Block, Column, Line, Part, Remark, Style, Table
+from jaxmem.show.parts import is_training, parts_table
 from jaxmem.show.words import clean, cut_source, flops, seconds, share, signed_share, typed
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def tables(report: "MemoryReport", most: int) -> Iterator[Table]:
             (Column(least=8), Column(right=True), Column(least=8, style="dim")),
             tuple((name, size(count), leaves) for name, count, leaves in groups),
         )
-    if sum(map(sum, report.state.values())):
+    if is_training(report):
+        yield parts_table(report)
+    elif sum(map(sum, report.state.values())):  # of an older file
         yield state_table(report)
     items = at_peak(report)
     if items:

@@ -6,7 +6,8 @@ import optax
 from flax.training.train_state import TrainState
 
 import jaxmem
-from jaxmem.trace.state_fields import state_fields
+from jaxmem.report.report import Places
+from jaxmem.trace.state_fields import StateLeaf, state_fields, state_leaves
 
 PARAMS = {"w": jax.ShapeDtypeStruct((512, 1024), jnp.float32)}
 
@@ -50,3 +51,37 @@ def test_a_large_state_in_wide_numbers_on_a_full_device_is_told() -> None:
     text = lints(optax.adam(1e-3))["large-state"]
     assert "(mu, nu) has 42.7 GiB; jaxmem.quantize_state(optimizer) saves 32.0 GiB" in text
     assert "large-state" not in lints(optax.sgd(1e-3))
+
+
+@jax.tree_util.register_pytree_node_class
+class Elsewhere:
+    """An array in a file, as a state on disk has it."""
+
+    bytes_on_disk = 2**21
+
+    def __init__(self, step: object) -> None:
+        self.step = step
+
+    def tree_flatten(self) -> tuple[list[object], None]:
+        return [self.step], None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: list[object]) -> "Elsewhere":
+        return cls(*children)
+
+
+def test_what_is_on_disk_is_counted_there() -> None:
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    state = optax.TraceState({"w": Elsewhere(scalar)})  # type: ignore[arg-type]
+    assert state_leaves(state) == [StateLeaf("trace", 2**21)]
+
+    def step(params: object, state: optax.TraceState) -> object:
+        return params, jax.tree.map(lambda step: step + 1, state)
+
+    report = jaxmem.memory_report(step, PARAMS, state)
+    assert report.parts["state/trace"] == Places(device=4, disk=2**21)
+    assert sum(part.disk for part in report.parts.values()) == 2**21
+    text = str(report)
+    assert "disk" in text
+    assert "2.0 MiB" in text
+    assert jaxmem.MemoryReport.from_json(report.to_json()).parts == report.parts
