@@ -65,6 +65,7 @@ def app() -> None:
 
     JOB is pkg.module:function or path/to/file.py:function; the function returns
     jaxmem.Job(step, args, donate_argnums=...) and is called job unless it is named.
+    An optimizer's state that is no named tuple is named by it: optimizer_state=1.
     """
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxmem.report.report import MemoryReport
+    from jaxmem.trace.training_state import Named
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -32,12 +33,29 @@ class Job:
       donate_argnums: as for `jax.jit`.
       static_argnums: as for `jax.jit`.
       name: shown in tables.
+      optimizer_state: which of the arguments is the optimizer's state, or has it inside: a
+        position in `args`, or a path as reports print it, such as "state/opt"; or several of those.
+        Reports tell it apart by its fields; None finds the states of optax.
+      parameters: likewise, which are the model's parameters; None finds those that are called so.
 
     >>> import jax, jaxmem
     >>> def double(x): return x * 2
     >>> job = jaxmem.Job(double, (jax.ShapeDtypeStruct((4, 256), "float32"),), donate_argnums=0)
     >>> job.name, job.donate_argnums, job.report().required_bytes
     ('double', (0,), 4096)
+
+    A state that is no named tuple is named:
+
+    >>> def step(weights, mine, x):
+    ...     gradient = jax.grad(lambda w: (x @ w).sum())(weights)
+    ...     momentum = 0.9 * mine["momentum"] + gradient
+    ...     return weights - momentum, {"momentum": momentum}
+    >>> weights, x = (jax.ShapeDtypeStruct((256, n), "float32") for n in (64, 256))
+    >>> args = weights, {"momentum": weights}, x
+    >>> job = jaxmem.Job(step, args, donate_argnums=(0, 1), optimizer_state=1, parameters=0)
+    >>> parts = job.report().parts
+    >>> parts["parameters"].device, parts["state/momentum"].device
+    (65536, 65536)
     """
 
     step: Callable[..., Any]
@@ -46,6 +64,8 @@ class Job:
     donate_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
     name: str
+    optimizer_state: tuple[int | str, ...] | None
+    parameters: tuple[int | str, ...] | None
 
     def __init__(
         self,
@@ -55,11 +75,14 @@ class Job:
         donate_argnums: int | Sequence[int] = (),
         static_argnums: int | Sequence[int] = (),
         name: str | None = None,
+        optimizer_state: "Named" = None,
+        parameters: "Named" = None,
     ) -> None:
         """
         Raises:
           TypeError: `step` is not callable, `args` is not a tuple or `kwargs` not a dict of
-            keywords, or a position is not a whole number.
+            keywords, or a position is not a whole number.  That a path is one of an argument is
+            checked by `report`.
           ValueError: a position is not one of `args`.
         """
         if not callable(step):
@@ -82,6 +105,8 @@ class Job:
             "donate_argnums": _positions("donate_argnums", donate_argnums, len(args)),
             "static_argnums": _positions("static_argnums", static_argnums, len(args)),
             "name": name or _name_of(step),
+            "optimizer_state": _named("optimizer_state", optimizer_state, len(args)),
+            "parameters": _named("parameters", parameters, len(args)),
         }
         for field, value in values.items():
             object.__setattr__(self, field, value)
@@ -116,7 +141,11 @@ class Job:
             target=target,
             donate_argnums=self.donate_argnums,
             static_argnums=self.static_argnums,
-            **options,
+            **{
+                "optimizer_state": self.optimizer_state,
+                "parameters": self.parameters,
+                **options,
+            },
             **self.kwargs,
         )
 
@@ -144,6 +173,16 @@ def _positions(field: str, given: Any, count: int) -> tuple[int, ...]:
             raise ValueError(f"Job: {field}={k}, but args has {count} entries, 0 to {count - 1}")
         found.append(k % count)
     return tuple(found)
+
+
+def _named(field: str, given: "Named", count: int) -> tuple[int | str, ...] | None:
+    """Positions, checked, and paths."""
+    if given is None:
+        return None
+    several = given if isinstance(given, tuple | list) else (given,)
+    return tuple(
+        one if isinstance(one, str) else _positions(field, one, count)[0] for one in several
+    )
 
 
 def _name_of(step: Any) -> str:
