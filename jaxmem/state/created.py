@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxmem import _jax
 from jaxmem._util.imported import nnx_is_used
 from jaxmem.accumulate.trees import leaf_names
-from jaxmem.state.update import traced
 
 
 def one_by_one(init: Any, params: Any) -> Iterator[Any]:
@@ -27,8 +26,8 @@ def one_by_one(init: Any, params: Any) -> Iterator[Any]:
     closed = None
     if not spread:  # else an array's place follows from that of its parameter, not from its type
         with contextlib.suppress(jax.errors.ConcretizationTypeError):  # it looks at values
-            closed = traced(
-                lambda params, *_: ((), init(params)), tree.unflatten(types), (), (), ()
+            closed = _jax.trace(
+                lambda *flat: jax.tree.leaves(init(tree.unflatten(flat))), types
             )
     if closed is None:
         yield from jax.tree.leaves(init(tree.unflatten(list(map(_jax.on_device, leaves)))))

@@ -1,7 +1,7 @@
 """A folder with the arrays of an optimizer's state, and what is read ahead and written behind.
 
     layout.json      which arrays there are
-    lock             held by the process that uses the folder
+    lock, owner      held by the process that uses the folder, and which that is
     step-00000050/   the arrays after 50 updates: `0/`, `1/`, …, by tensorstore in zarr's format
         whole        written last, when all of them are on the disk
 
@@ -12,7 +12,6 @@ begins.  So there is a whole step at any moment, and twice the state's bytes are
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import math
@@ -22,10 +21,11 @@ import shutil
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 
 from jaxmem._util.files import write_whole
@@ -100,7 +100,7 @@ class StateFolder:
         self.memory = 2**30
         self.overwrite = False
         self._guard = threading.RLock()
-        self._unlock: Callable[[], Any] | None = None
+        self._lock: filelock.FileLock | None = None
         self._layout: Layout | None = None
         self._steps: dict[int, _Step] = {}
         self._failure: BaseException | None = None
@@ -167,9 +167,9 @@ class StateFolder:
                 self._steps.clear()
                 self._ahead.clear()
                 self._layout, self._failure, self._reading = None, None, -1
-                if self._unlock is not None:
-                    self._unlock()
-                    self._unlock = None
+                if self._lock is not None:
+                    self._lock.release()
+                    self._lock = None
 
     def read(self, layout: Layout, number: int, step: int, first: int, count: int) -> np.ndarray:
         """Rows of an array, as they are after a step.
@@ -234,23 +234,22 @@ class StateFolder:
 
     def _take(self) -> None:
         """Keep other processes out."""
-        if self._unlock is not None:
+        if self._lock is not None:
             return
         with self._told(f"{self.path} cannot be used", None):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            by = os.read(lock, 1000).decode(errors="replace").strip() or "it does not say which"
-            os.close(lock)
-            raise StateOnDiskError(
-                f"{self.path} is in use by another process ({by}): two would overwrite each "
-                "other's state; stop that one, or pass another folder"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._unlock = weakref.finalize(self, os.close, lock)
+            lock = filelock.FileLock(self.path / _LOCK, blocking=False, thread_local=False)
+            try:
+                lock.acquire()
+            except filelock.Timeout:
+                by = (self.path / _OWNER).read_text().strip()
+                raise StateOnDiskError(
+                    f"{self.path} is in use by another process ({by}): two would overwrite each "
+                    "other's state; stop that one, or pass another folder"
+                ) from None
+            owner = f"process {os.getpid()} on {socket.gethostname()}\n"
+            write_whole(self.path / _OWNER, owner.encode())
+        self._lock = lock
 
     def _open(self, layout: Layout) -> None:
         """Take the folder, and see that it holds what is asked for."""
@@ -466,7 +465,7 @@ class StateFolder:
 
 # ---------------------------------------------------------------- implementation
 
-_LAYOUT, _LOCK, _WHOLE = "layout.json", "lock", "whole"
+_LAYOUT, _LOCK, _OWNER, _WHOLE = "layout.json", "lock", "owner", "whole"
 _STEP = re.compile(r"step-(\d{8,})")
 _DIGEST = 4  # bytes of the checksum after each chunk
 _folders: "weakref.WeakValueDictionary[str, StateFolder]" = weakref.WeakValueDictionary()

@@ -5,6 +5,7 @@ and encoded again; the update itself is computed from them before they are round
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -120,7 +121,7 @@ class _Quantized:
         leaves, tree = jax.tree.flatten(state)
         return tree.unflatten(
             [
-                leaf if sign is None else self.codec.encode(_unknown(leaf), signed=sign)
+                leaf if sign is None else _encoded(self.codec, leaf, sign)
                 for leaf, sign in zip(leaves, signed, strict=True)
             ]
         )
@@ -205,9 +206,13 @@ class _Quantized:
         return [None if copy else within for copy, within in zip(copied, kept, strict=True)]
 
 
-def _unknown(leaf: Any) -> jax.Array:
-    """An array that XLA does not know to be constant: it would take minutes to find its codes."""
-    return leaf + own_zero(leaf.dtype)
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _encoded(codec: Codec, leaf: Any, signed: bool) -> Coded:
+    """The codes of an array, compiled: one operation after the other takes many times as long.
+
+    XLA must not know the array to be constant, or it takes minutes to find its codes.
+    """
+    return codec.encode(leaf + own_zero(leaf.dtype), signed=signed)
 
 
 def _is_coded(node: Any) -> bool:

@@ -427,9 +427,9 @@ def test_a_damaged_file_is_found_and_named(
 
 def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, closed: list[Any]) -> None:
     program = (
-        "import fcntl, sys\n"
-        "lock = open(sys.argv[1], 'a+')\n"
-        "fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "import filelock, sys\n"
+        "lock = filelock.FileLock(sys.argv[1])\n"
+        "lock.acquire()\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"
     )
