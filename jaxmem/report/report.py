@@ -355,6 +355,16 @@ class Difference(Shown):
         return _minus(self.after.estimated_seconds, self.before.estimated_seconds)
 
     @property
+    def parts(self) -> dict[str, Places]:
+        """How much more each of `MemoryReport.parts` has, without those that have as much."""
+        kinds = dict.fromkeys((*self.before.parts, *self.after.parts))
+        found = {
+            kind: self.after.parts.get(kind, Places()) - self.before.parts.get(kind, Places())
+            for kind in kinds
+        }
+        return {kind: change for kind, change in found.items() if any(change)}
+
+    @property
     def arguments(self) -> tuple[ArgumentChange, ...]:
         """Arguments that differ, the largest difference first."""
         return argument_changes(self.after.arguments, self.before.arguments)
@@ -385,12 +395,13 @@ class Difference(Shown):
     # ------------------------------------------------------------ display
 
     def to_json(self) -> str:
-        """As JSON text: numbers, arguments and buffers that differ, warnings, both verdicts."""
+        """As JSON text: numbers, what differs of the rest, warnings and both verdicts."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         return json.dumps(
             {
                 "jaxmem_difference": 1,
                 **numbers,
+                "parts": {kind: dataclasses.asdict(part) for kind, part in self.parts.items()},
                 "arguments": [dataclasses.asdict(change) for change in self.arguments],
                 "buffers": [
                     {"change": c.change, "bytes": c.bytes, **_only_buffers(c)} for c in self.buffers

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxmem._util.text import arrow, size
+from jaxmem.report.report import Places
 from jaxmem.show.blocks import Block, Column, Line, Remark, Style, Table
 from jaxmem.show.content import full_name
+from jaxmem.show.parts import PLACES, is_training, label
 from jaxmem.show.words import (
     clean,
     cut_arrow,
@@ -33,6 +35,7 @@ def page(difference: "Difference") -> list[Block]:
     style: Style = "good" if less < 0 else "bad" if less > 0 else ""
     blocks: list[Block] = [Line(difference.headline, style)]
     for table in (
+        _terms(difference),
         _parts(difference),
         _arguments(difference),
         _buffers(difference),
@@ -52,7 +55,7 @@ def signed(count: int) -> str:
     return f"+{size(count)}" if count > 0 else size(count)
 
 
-def _parts(d: "Difference") -> Table:
+def _terms(d: "Difference") -> Table:
     rows = []
     for what, name, sign, extra in (
         ("temporaries", "temp_bytes", 1, False),
@@ -70,6 +73,23 @@ def _parts(d: "Difference") -> Table:
             rows.append((extra, -abs(change), (signed(change), what, words)))
     cells = tuple(row for *_, row in sorted(rows))
     return Table("from", (Column(right=True), Column(), Column(least=12, style="dim")), cells)
+
+
+def _parts(d: "Difference") -> Table:
+    """The parts that both reports tell apart, in each place."""
+    rows = []
+    if is_training(d.before) and is_training(d.after):
+        for kind, change in d.parts.items():
+            before, after = (r.parts.get(kind, Places()) for r in (d.before, d.after))
+            for place, name in PLACES:
+                count = getattr(change, name)
+                if abs(count) >= 1024:
+                    what = label(kind) + f" ({place})" * (name != "device")
+                    sizes = arrow(getattr(before, name), getattr(after, name))
+                    rows.append((name != "device", -abs(count), (signed(count), what, sizes)))
+    cells = tuple(row for *_, row in sorted(rows))
+    columns = (Column(right=True), Column(least=8), Column(least=12, style="dim"))
+    return Table("what it is for, at the peak", columns, cells)
 
 
 def _arguments(d: "Difference") -> Table:

@@ -24,7 +24,7 @@ def html(report: "MemoryReport", most: int = 20) -> str:
     """A report as HTML, with `most` rows of what is live at the peak."""
     finer = split_bar(report)
     blocks = [finer if isinstance(block, Bar) else block for block in page(report, most)]
-    return fragment(blocks, opened=("live at the peak",))
+    return fragment(blocks, opened=("what it is for, at the peak", "live at the peak"))
 
 
 def fragment(blocks: Iterable[Block], opened: Iterable[str] = ()) -> str:

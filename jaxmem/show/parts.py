@@ -10,6 +10,9 @@ from jaxmem.show.words import clean, share
 if TYPE_CHECKING:
     from jaxmem.report.report import MemoryReport, Places
 
+# Titles, and names in a part.
+PLACES = (("device", "device"), ("on-chip", "on_chip"), ("host", "host"), ("disk", "disk"))
+
 # ---------------------------------------------------------------- API
 
 
@@ -23,7 +26,7 @@ def parts_table(report: "MemoryReport") -> Table:
     known = report.parts
     places = [
         (title, name)
-        for title, name in _PLACES
+        for title, name in PLACES
         if name == "device" or any(getattr(part, name) for part in known.values())
     ]
     least = _SMALL * max(report.required_bytes, report.host_bytes)
@@ -52,7 +55,6 @@ def label(kind: str) -> str:
 # ---------------------------------------------------------------- implementation
 
 _TRAINING = frozenset({"parameters", "gradient", "state", "saved", "recomputed"})
-_PLACES = (("device", "device"), ("on-chip", "on_chip"), ("host", "host"), ("disk", "disk"))
 _LABELS = {
     "state": "optimizer state",
     "saved": "saved values",

@@ -307,3 +307,30 @@ def test_the_lint_of_a_large_state_counts_the_gradient() -> None:
     assert "quantize_state(optimizer) saves 36.0 GiB" in text
     assert "offload_state(optimizer) up to 48.0 GiB, which go to the host" in text
     assert "value_and_update(loss, optimizer) saves 23.5 GiB of gradient" in text
+
+
+def test_a_difference_explains_what_a_policy_saves() -> None:
+    kept, recomputed = (
+        report(step_of(loss_of(policy)), PARAMS, STATE, X, donate_argnums=(0, 1))
+        for policy in (None, "full")
+    )
+    less = recomputed - kept
+    assert less.parts["saved"].device <= -LAYERS * 2 * VALUE
+    assert "parameters" not in less.parts
+    assert sum(part.device for part in less.parts.values()) == less.required_bytes
+    text = str(less)
+    assert "what it is for, at the peak" in text
+    assert "saved values" in text
+    assert json.loads(less.to_json())["parts"]["saved"]["device"] == less.parts["saved"].device
+
+
+def test_a_page_shows_places_only_if_anything_is_in_them() -> None:
+    here = report(step_of(loss_of("full")), PARAMS, STATE, X, donate_argnums=(0, 1))
+    table = str(here).partition("what it is for, at the peak")[2].partition("\n\n")[0]
+    assert "host" not in table
+    assert "disk" not in table
+    there = report(step_of(loss_of("offload")), PARAMS, STATE, X, donate_argnums=(0, 1))
+    lines = str(there).partition("what it is for, at the peak")[2].splitlines()
+    assert lines[1].split() == ["device", "host"]
+    assert next(line for line in lines if "saved" in line).split()[-2:] == ["16.0", "MiB"]
+    assert ">saved values<" in there._repr_html_()
