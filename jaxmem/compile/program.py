@@ -105,6 +105,8 @@ class Program:
           TypeError, ValueError: see `jaxmem.trace.training_state.told`.
           CompileError: tracing needs cuDNN, which is not installed.
         """
+        if platform is not None:
+            args, kwargs = _without_callbacks((args, kwargs))
         self.fn, self.args, self.kwargs, self.platform = fn, args, kwargs, platform
         check_keywords(fn, kwargs)
         donated = _numbers("donate_argnums", donate_argnums, len(args))
@@ -267,6 +269,17 @@ def _callbacks(closed: Any) -> Iterator[str]:
             yield source_line(eqn) or name
         for sub in _jax.all_subjaxprs(eqn):
             yield from _callbacks(sub)
+
+
+def _without_callbacks(tree: Any) -> Any:
+    """Arguments in which arrays on disk are compiled as arrays in host memory, as is reported."""
+
+    def is_on_disk(node: Any) -> bool:
+        return hasattr(node, "bytes_on_disk")
+
+    return jax.tree.map(
+        lambda node: node.in_host_memory() if is_on_disk(node) else node, tree, is_leaf=is_on_disk
+    )
 
 
 def _memory_kind(leaf: Any) -> str | None:

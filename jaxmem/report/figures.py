@@ -31,6 +31,11 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         - (stats.get("host_alias_bytes") or 0)
         + (stats.get("host_temp_bytes") or 0)
     )
+    # Arrays on disk are in host memory in a program for an absent accelerator.
+    host -= min(
+        host,
+        sum(a.bytes * (2 - a.donated) for a in program.arguments if a.memory_kind and a.disk_bytes),
+    )
     analysis = compiled.analysis
     matmul = None if analysis is None else analysis.matmul_flops
     per_device = work * (1 / compiled.devices)
@@ -115,7 +120,8 @@ def _state_bytes(
         if argument.field is not None:
             here, there = found.get(argument.field, (0, 0))
             host = _on_host(argument, compiled)
-            own = (0, argument.bytes) if host else (arguments[argument.name], 0)
+            there_now = 0 if argument.disk_bytes else argument.bytes
+            own = (0, there_now) if host else (arguments[argument.name], 0)
             found[argument.field] = here + own[0], there + own[1]
     return dict(sorted(found.items(), key=lambda item: -sum(item[1])))
 
@@ -181,6 +187,11 @@ def _notes(
     program: Program, compiled: Compiled, work: Costs, arguments: dict[str, int]
 ) -> tuple[str, ...]:
     notes = []
+    if any(a.disk_bytes and a.memory_kind is not None for a in program.arguments):
+        notes.append(
+            "optimizer state on disk was compiled as if it were in host memory: a program for an "
+            "absent accelerator cannot call back, and the device gets the same rows"
+        )
     if any(_on_host(a, compiled) and arguments[a.name] for a in program.arguments):
         notes.append(
             "arguments in host memory are counted as device memory: the GPU compiler reports "

@@ -118,7 +118,11 @@ def _of_arguments(
         host = argument.memory_kind is not None and compiled.platform != "cpu" and not here
         yield (
             kind,
-            Places(here, host=argument.bytes if host else 0, disk=argument.disk_bytes),
+            Places(
+                here,
+                host=argument.bytes if host and not argument.disk_bytes else 0,
+                disk=argument.disk_bytes,
+            ),
         )
     yield "arguments", Places(sum(left.values()))  # constants and padding
 

@@ -86,7 +86,8 @@ class OnDisk:
     In a tree it has one leaf, which is what a checkpoint stores of it.
 
     Attributes:
-      step: int32, after how many updates the array is meant; the folder holds that.
+      step: int32, after how many updates the array is meant; the folder holds that.  In
+        `in_host_memory`, the array.
       shape, dtype: of the array on disk.
     """
 
@@ -112,6 +113,21 @@ class OnDisk:
     def bytes_on_disk(self) -> int:
         return self._own.bytes
 
+    def in_host_memory(self) -> "OnDisk":
+        """What stands for the array in a program for an absent accelerator, which cannot call back.
+
+        The device gets the same rows, from an array in host memory.
+        """
+        mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("device",))
+        spec = jax.sharding.PartitionSpec()
+        place = jax.sharding.NamedSharding(mesh, spec, memory_kind="pinned_host")
+        like = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=place)
+        return OnDisk(like, self.layout, self.number)
+
+    @property
+    def _is_in_memory(self) -> bool:
+        return jnp.ndim(self.step) > 0
+
     def wait(self) -> None:
         """Until all that was written of the state is on the disk, as before a checkpoint.
 
@@ -123,6 +139,8 @@ class OnDisk:
 
     def rows(self, index: Any, count: int) -> jax.Array:
         """Some rows, read from disk when the program gets there."""
+        if self._is_in_memory:
+            return _jax.on_device(lax.dynamic_slice_in_dim(self.step, index, count))
         layout, number = self.layout, self.number
 
         def read(step: Any, index: Any) -> np.ndarray:
@@ -134,6 +152,10 @@ class OnDisk:
     def with_rows(self, rows: Any, index: Any) -> "OnDisk":
         """The array of which some rows of the next step are written."""
         layout, number = self.layout, self.number
+        if self._is_in_memory:
+            rows = jax.device_put(rows, _jax.HOST)
+            new = lax.dynamic_update_slice_in_dim(self.step, rows, index, 0)
+            return OnDisk(new, layout, number)
 
         def write(step: Any, index: Any, rows: Any) -> Any:
             layout.folder.write(layout, number, int(step) + 1, int(index), rows)
@@ -144,7 +166,7 @@ class OnDisk:
 
     def finished(self) -> "OnDisk":
         """The array after the step of which all rows are written."""
-        return OnDisk(self.step + 1, self.layout, self.number)
+        return self if self._is_in_memory else OnDisk(self.step + 1, self.layout, self.number)
 
     def tree_flatten_with_keys(self) -> tuple[Sequence[Any], Hashable]:
         return [(jax.tree_util.GetAttrKey("step"), self.step)], (self.layout, self.number)

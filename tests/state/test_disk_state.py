@@ -580,3 +580,33 @@ def test_with_parameters_on_the_host(tmp_path: Path, closed: list[Any]) -> None:
         _, expected, held = theirs(expected, held, TOKENS)
     assert host["layers"]["w"].sharding.memory_kind == "pinned_host"
     assert_alike(jax.tree.map(np.asarray, host), jax.tree.map(np.asarray, expected))
+
+
+@pytest.mark.parametrize("target", ["local", "h100-80g"])
+def test_reports_know_the_disk_and_absent_accelerators_get_the_rows_of_the_host(
+    target: str, tmp_path: Path
+) -> None:
+    width = 256
+    weights = jax.ShapeDtypeStruct((8, width, width), jnp.float32)
+    optimizer = jaxmem.disk_state(optax.adam(0.1), tmp_path / "state", min_size=1000)
+
+    def loss(weights: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0].mean()
+
+    def reported(optimizer: Any) -> jaxmem.MemoryReport:
+        return jaxmem.memory_report(
+            jaxmem.value_and_update(loss, optimizer),
+            weights,
+            jax.eval_shape(optimizer.init, weights),
+            jax.ShapeDtypeStruct((16, width), jnp.float32),
+            donate_argnums=(0, 1),
+            target=target,
+        )
+
+    report = reported(optimizer)
+    size = weights.size * 4
+    assert report.parts["state/mu"].disk == report.parts["state/nu"].disk == size
+    assert report.host_bytes < size / 4
+    assert report.required_bytes < reported(optax.adam(0.1)).required_bytes - 1.5 * size
+    assert any("as if it were in host memory" in n for n in report.notes) == (target != "local")
+    assert not (tmp_path / "state").exists()
