@@ -53,11 +53,13 @@ from .state import Coded as Coded
 from .state import Companding as Companding
 from .state import DiskState as DiskState
 from .state import Dynamic as Dynamic
+from .state import MasterWeightsState as MasterWeightsState
 from .state import OnDisk as OnDisk
 from .state import UpdatedLeaf as UpdatedLeaf
 from .state import UpdatePlan as UpdatePlan
 from .state import adalomo as adalomo
 from .state import disk_state as disk_state
+from .state import master_weights as master_weights
 from .state import offload_state as offload_state
 from .state import quantize_state as quantize_state
 from .state import value_and_update as value_and_update

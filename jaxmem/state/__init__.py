@@ -7,6 +7,8 @@ from jaxmem.state.codecs import Companding as Companding
 from jaxmem.state.codecs import Dynamic as Dynamic
 from jaxmem.state.disk import DiskState as DiskState
 from jaxmem.state.disk import disk_state as disk_state
+from jaxmem.state.masters import MasterWeightsState as MasterWeightsState
+from jaxmem.state.masters import master_weights as master_weights
 from jaxmem.state.offload import offload_state as offload_state
 from jaxmem.state.quantize import quantize_state as quantize_state
 from jaxmem.state.step import UpdatedLeaf as UpdatedLeaf
