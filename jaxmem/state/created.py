@@ -26,9 +26,7 @@ def one_by_one(init: Any, params: Any) -> Iterator[Any]:
     closed = None
     if not spread:  # else an array's place follows from that of its parameter, not from its type
         with contextlib.suppress(jax.errors.ConcretizationTypeError):  # it looks at values
-            closed = _jax.trace(
-                lambda *flat: jax.tree.leaves(init(tree.unflatten(flat))), types
-            )
+            closed = _jax.trace(lambda *flat: jax.tree.leaves(init(tree.unflatten(flat))), types)
     if closed is None:
         yield from jax.tree.leaves(init(tree.unflatten(list(map(_jax.on_device, leaves)))))
         return

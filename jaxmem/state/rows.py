@@ -180,7 +180,7 @@ def rows_at_once(shape: tuple[int, ...]) -> int | None:
 
 def _is_stored(leaf: Any) -> bool:
     """Whether a leaf of the state is stored in another form than it is computed in."""
-    is_coded = leaf.dtype in (jnp.int8, jnp.uint8)
+    is_coded = leaf.dtype in (jnp.int8, jnp.uint8, jnp.int16)
     return is_coded or stored.is_on_disk(leaf) or stored.is_on_host(leaf)
 
 

@@ -6,6 +6,7 @@ made of the operations.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,10 @@ Form = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """Forms of values that depend on data.
+    """Forms of values that depend on data, with axes merged in all ways.
 
     Attributes:
-      computed: in the forward pass of a gradient.
+      computed: by operations of the forward pass of a gradient, or used by them.
       scanned: arguments, and what a scan of the forward pass goes over: of those the backward pass
         may stack cotangents.
     """
@@ -45,6 +46,24 @@ def form(shape: Sequence[int]) -> Form:
     return tuple(sorted(length for length in shape if length != 1))
 
 
+@functools.lru_cache(maxsize=4096)
+def merged(whole: Form) -> frozenset[Form]:
+    """The forms that a compiler may give a value, which merges axes for a product.
+
+    >>> sorted(merged((2, 3, 5)))
+    [(2, 3, 5), (2, 15), (3, 10), (5, 6), (30,)]
+    """
+    if len(whole) < 2 or len(whole) > _MOST_AXES:
+        return frozenset({whole})
+    first, *rest = whole
+    found = set()
+    for form_of_rest in merged(tuple(rest)):
+        found.add(form((first, *form_of_rest)))
+        for k, length in enumerate(form_of_rest):
+            found.add(form((*form_of_rest[:k], first * length, *form_of_rest[k + 1 :])))
+    return frozenset(found)
+
+
 def activations(closed: ClosedJaxpr, is_data: Sequence[bool]) -> Activations:
     """The forms of activations in a traced program.
 
@@ -55,7 +74,7 @@ def activations(closed: ClosedJaxpr, is_data: Sequence[bool]) -> Activations:
     >>> loss = lambda w, x: (jnp.tanh(x @ w.astype("float16").astype("float32")) ** 2).sum()
     >>> closed = jax.make_jaxpr(jax.grad(loss))(jnp.ones((3, 4)), jnp.ones((8, 3)))
     >>> sorted(activations(closed, [False, True]).computed)
-    [(), (4, 8)]
+    [(), (3, 8), (4, 8), (24,), (32,)]
     """
     walk = _Walk()
     jaxpr = closed.jaxpr
@@ -63,14 +82,33 @@ def activations(closed: ClosedJaxpr, is_data: Sequence[bool]) -> Activations:
     known |= dict(zip(jaxpr.invars, is_data, strict=True))
     walk.scanned |= {form(var.aval.shape) for var, data in known.items() if data}
     walk.through(jaxpr, known, "")
-    return Activations(frozenset(walk.computed), frozenset(walk.scanned))
+    computed, scanned = (
+        frozenset(one for whole in forms for one in merged(whole))
+        for forms in (walk.computed, walk.scanned)
+    )
+    return Activations(computed, scanned)
 
 
 # ---------------------------------------------------------------- implementation
 
+# Of seven axes there are 877 ways.
+_MOST_AXES = 6
+
 
 def _is_forward(scope: str) -> bool:
     return "jvp(" in scope and "transpose(" not in scope
+
+
+def _computed(eqn: Any) -> Sequence[Any]:
+    """Operands and results that have cotangents.
+
+    Stacks for the backward pass, which a scan returns or an operation writes rows of, have none.
+    """
+    if _jax.all_subjaxprs(eqn) or _jax.name_given_by(eqn) is not None:
+        return ()
+    if eqn.primitive.name == "dynamic_update_slice":
+        return eqn.invars[1:2]
+    return [atom for atom in (*eqn.invars, *eqn.outvars) if hasattr(atom.aval, "shape")]
 
 
 class _Walk:
@@ -90,10 +128,9 @@ class _Walk:
             given = [depends(atom) for atom in eqn.invars]
             inner = f"{scope}/{eqn.source_info.name_stack}"
             results = self._of(eqn, given, inner)
-            for var, result in zip(eqn.outvars, results, strict=True):
-                known[var] = result
-                if result and _is_forward(inner):
-                    self.computed.add(form(getattr(var.aval, "shape", ())))
+            known |= dict(zip(eqn.outvars, results, strict=True))
+            if _is_forward(inner):
+                self.computed |= {form(a.aval.shape) for a in _computed(eqn) if depends(a)}
         return [depends(atom) for atom in jaxpr.outvars]
 
     def _of(self, eqn: Any, given: list[bool], scope: str) -> list[bool]:

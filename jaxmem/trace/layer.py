@@ -323,7 +323,8 @@ class Layer:
         for closed in (self._inlined, self.linearised):
             found.update(self.body.split_in(closed.jaxpr.invars)[2])
             for eqn in closed.jaxpr.eqns:
-                if eqn.primitive.name in _RESHAPING and eqn.invars[0] in found:
+                source = eqn.invars[0] if eqn.primitive.name in _RESHAPING else None
+                if _jax.is_var(source) and source in found:
                     found.update(eqn.outvars)
         return found
 

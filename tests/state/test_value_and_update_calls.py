@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem
 from jaxmem import Weighted
 from jaxmem.stacked.stack import Tangent
+from jaxmem.trace.context import recording
 
 SGD = optax.sgd(0.1)
 ADAM = optax.adam(0.01)
@@ -249,6 +250,22 @@ def test_linen(policy: Any) -> None:
     }
     ours = run(step, ADAM, params, TOKENS, key, steps=2)
     assert_alike(ours, run(ordinary(loss, ADAM), ADAM, params, TOKENS, key, steps=2), 1e-6)
+
+
+def test_a_layer_that_makes_an_array_of_a_number_is_updated_for_a_tpu() -> None:
+    def layer(h: Any, w: Any) -> Any:
+        mask = jnp.broadcast_to(2.0, h.shape)
+        return h + mask * (h.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)), None
+
+    @jaxmem.remat_full
+    def loss(weights: Any, x: Any) -> Any:
+        return lax.scan(layer, x, weights)[0].mean()
+
+    weights, optimizer = jnp.ones((3, 4, 4)), optax.adam(0.1)
+    step = jaxmem.value_and_update(loss, optimizer)
+    with recording("tpu"):
+        closed = jax.make_jaxpr(step)(weights, optimizer.init(weights), jnp.ones((2, 4)))
+    assert "reduce_precision" in str(closed)
 
 
 class Layer(nnx.Module):
