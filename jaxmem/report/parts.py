@@ -21,7 +21,7 @@ from jaxmem.compile.compiling import Compiled
 from jaxmem.compile.program import Program
 from jaxmem.hlo.buffers import Buffer
 from jaxmem.report.report import Places
-from jaxmem.trace.activations import Activations, Form, activations, form
+from jaxmem.trace.activations import Activations, Form, activations, form, merged
 
 # ---------------------------------------------------------------- API
 
@@ -153,8 +153,9 @@ class _Gradient:
         # On one device, where it is split over several.
         parameters = {n for n, k in enumerate(compiled.kept) if given[k].is_parameter}
         shapes |= {b.shape for b in buffers if b.kind == "argument" and b.parameter in parameters}
-        self._whole = {form(shape) for shape in shapes} - {()}
-        self._rows = {found for shape in shapes if len(found := form(shape[1:])) > 1}
+        rows = {found for shape in shapes if len(found := form(shape[1:])) > 1}
+        whole = {form(shape) for shape in shapes} | rows
+        self._forms = {one for each in whole for one in merged(each)} - {()}
         known = bool(shapes) and any(buffer.role == "sum" for buffer in buffers)
         data = [not a.is_parameter and a.field is None for a in given]
         self._activations = (
@@ -169,7 +170,7 @@ class _Gradient:
         others = self._activations.scanned if buffer.is_stack else self._activations.computed
         return (
             buffer.dtype.startswith(("bf", "f"))
-            and not forms.isdisjoint(self._whole | self._rows)
+            and not forms.isdisjoint(self._forms)
             and not any(self._is_part(one, other) for one in forms for other in others)
         )
 

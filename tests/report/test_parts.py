@@ -132,6 +132,20 @@ def test_an_update_in_the_backward_pass_holds_that_of_one_layer(policy: str | No
     assert found["parameters"] == ordinary["parameters"]
 
 
+def test_the_gradient_of_one_layer_is_told() -> None:
+    # Too large for the compiler to compute it in partial sums.
+    width, inner = 2048, 8192
+    params = {
+        "head": spec(width, 16),
+        "layers": {"up": spec(LAYERS, width, inner), "down": spec(LAYERS, inner, width)},
+    }
+    state = jax.eval_shape(OPTIMIZER.init, params)
+    step = jaxmem.value_and_update(loss_of("full"), OPTIMIZER)
+    found = parts(step, params, state, spec(1024, width))
+    # One of its two products is updated before the other is computed.
+    assert found["gradient"].device in (width * inner * 4, 2 * width * inner * 4)
+
+
 def test_carries_that_are_offloaded_are_on_the_host() -> None:
     found = parts(step_of(loss_of("offload")), PARAMS, STATE, X)
     assert found["saved"].host == LAYERS * CARRY
@@ -190,6 +204,21 @@ def test_what_has_the_form_of_an_activation_is_not_claimed() -> None:
     # Of stacks that the backward pass writes there is no doubt.
     found = parts(step_of(loss_of(None)), PARAMS, STATE, alike)
     assert found["gradient"].device >= STACK
+
+
+def test_merged_axes_of_an_activation_are_not_claimed() -> None:
+    # Of a table of as many rows as there are tokens, 8 × 256.
+    params = {**PARAMS, "table": spec(BATCH, WIDTH)}
+    state = jax.eval_shape(OPTIMIZER.init, params)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        h = x + params["table"].reshape(x.shape)
+        h, _ = jax.lax.scan(layer, h, params["layers"])
+        return ((h @ params["head"]) ** 2).mean()
+
+    tokens = spec(8, BATCH // 8, WIDTH)
+    found = parts(step_of(loss), params, state, tokens)
+    assert STACK <= found["gradient"].device < STACK + CARRY
 
 
 def test_a_program_without_a_gradient_has_arguments_results_and_a_rest() -> None:
