@@ -37,6 +37,7 @@ from jaxmem._jax.jaxprs import all_subjaxprs as all_subjaxprs
 from jaxmem._jax.jaxprs import as_closed as as_closed
 from jaxmem._jax.jaxprs import can_be_recomputed as can_be_recomputed
 from jaxmem._jax.jaxprs import checkpointed_by as checkpointed_by
+from jaxmem._jax.jaxprs import constrains as constrains
 from jaxmem._jax.jaxprs import in_call as in_call
 from jaxmem._jax.jaxprs import in_checkpoint as in_checkpoint
 from jaxmem._jax.jaxprs import is_dropped as is_dropped
@@ -57,6 +58,8 @@ from jaxmem._jax.memory import HOST as HOST
 from jaxmem._jax.memory import beside as beside
 from jaxmem._jax.memory import is_on_host as is_on_host
 from jaxmem._jax.memory import on_device as on_device
+from jaxmem._jax.memory import type_on_device as type_on_device
+from jaxmem._jax.memory import unfilled_like as unfilled_like
 from jaxmem._jax.primitives import Differentiable as Differentiable
 from jaxmem._jax.primitives import Linear as Linear
 from jaxmem._jax.primitives import bind_stack as bind_stack

@@ -1,10 +1,10 @@
 """Memory spaces: where an array is, by its type; and what jax gets wrong of transfers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax._src import core
+from jax._src import ad_util, core
 from jax.extend.core.primitives import device_put_p
 from jax.interpreters import ad
 
@@ -17,9 +17,36 @@ def is_on_host(leaf: Any) -> bool:
     return getattr(aval, "memory_space", DEVICE) == HOST
 
 
+def type_on_device(leaf: Any) -> Any:
+    """The type of an array, as it is on the device."""
+    return jax.typeof(leaf).update(memory_space=DEVICE)
+
+
+def unfilled_like(leaf: Any) -> Any:
+    """Room for an array of the same type in the same memory, to be written before it is read."""
+    return ad_util.empty_like_aval(jax.typeof(leaf))
+
+
 def on_device(leaf: Any) -> Any:
     """The array on the device."""
     return jax.device_put(leaf, DEVICE) if is_on_host(leaf) else leaf
+
+
+def refuse_mapped(flags: Iterable[bool]) -> None:
+    """Raise where one of some stacked arrays on the host is mapped by `jax.vmap`.
+
+    XLA's compilers fail where rows of an array on the host are not contiguous in it.
+
+    Raises:
+      ValueError: one is.
+    """
+    if any(flags):
+        raise ValueError(
+            "jax.vmap maps over arrays of a layer stack that are in host memory, or over their "
+            "gradients; map over the other arguments and differentiate the mapped function, as in "
+            "jax.grad(lambda params: jax.vmap(loss, (None, 0))(params, batch).mean()), or move the "
+            "parameters first: jax.device_put(params, jax.memory.Space.Device)"
+        )
 
 
 def beside(leaf: Any, other: Any) -> Any:

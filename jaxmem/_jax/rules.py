@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, mlir
 
 from jaxmem._jax.keys import same_keys
+from jaxmem._jax.memory import is_on_host, refuse_mapped
 from jaxmem._jax.primitives import Differentiable, Linear, bind_stack, stack_p, tangent_p
 from jaxmem._jax.tracing import keys_unchecked, trace
 from jaxmem._jax.types import Aval
@@ -71,6 +72,7 @@ def _stack_batch(
         return batching.batch_jaxpr(body, axis_data, list(flags), list(instantiate))
 
     is_batched = [dim is not None for dim in dims]
+    refuse_mapped(is_on_host(arg) and flag for arg, flag in zip(args, is_batched, strict=True))
     new, in_flags, in_axes, out_flags, out_axes = stack.batched(batch, is_batched)
     moved = []
     for arg, dim, flag, axis in zip(args, dims, in_flags, in_axes, strict=True):
@@ -118,6 +120,8 @@ def _(*avals: Aval, linear: Linear) -> Sequence[Aval]:
 def _tangent_transpose(cts: Sequence[Any], *args: Any, linear: Linear) -> list[Any]:
     split = linear.num_residuals
     given = [None if type(ct) is ad.Zero else ct for ct in cts]
+    is_mapped = any(isinstance(ct, batching.BatchTracer) for ct in given)
+    refuse_mapped(is_mapped and is_on_host(arg) for arg in args[:split])
     residuals = same_keys(args[:split])
     with keys_unchecked():
         return [None] * split + linear.pull(residuals, given)

@@ -22,7 +22,7 @@ from jaxmem.errors import JaxmemWarning, NoStackWarning, check_positive, noting,
 from jaxmem.plans.choose import choose, needs_sizes
 from jaxmem.plans.plan import Plan
 from jaxmem.policies import Auto, ByLayer, LayerPolicy, NoRemat, Policy, Sqrt
-from jaxmem.rewrite import check
+from jaxmem.rewrite import check, streamed
 from jaxmem.solve.problem import Problem
 from jaxmem.stacked import Form
 from jaxmem.stacked.stack import Stack, native
@@ -67,7 +67,8 @@ def rewritten(
     """`fn` with the policy applied to its outermost scans.
 
     Arguments that are jax arrays are traced; all others are static by
-    themselves, as are outputs that are no arrays.
+    themselves, as are outputs that are no arrays.  Arrays on the host are traced as
+    if they were on the device, and go there layer by layer (`rewrite.streamed`).
 
     Args:
       call: how a call is known again that need not be traced; None to trace each.
@@ -170,15 +171,24 @@ def _is_one(eqn: Any) -> bool:
 
 
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: str) -> list[Any]:
-    """Evaluate a jaxpr with the policy applied to its stacks."""
+    """Evaluate a jaxpr with the policy applied to its stacks.
+
+    Args:
+      closed: of arrays on the device.
+      args: some of them may be on the host.
+    """
     own = choice.policy
     choice = dataclasses.replace(choice, policy=context.policy_instead(own))
     context.note_region(choice.policy)
     if isinstance(choice.policy, Auto):
         _warn_unfilled(label)
-    if isinstance(choice.policy, NoRemat | Auto):
+    is_plain = isinstance(choice.policy, NoRemat | Auto)
+    if is_plain and not any(map(_jax.is_on_host, args)):
         return _jax.evaluate(closed, args)
     found = find.find(closed)
+    if is_plain:
+        choice = dataclasses.replace(choice, policy=NoRemat())
+        return _replaced(closed, args, _chosen(found, choice, label), NoRemat(), found)
     check.gradients(found, label)
     chosen = _chosen(found, choice, label)
     check.names([as_stack(eqn, choice.policy) for _, eqn in chosen], closed, choice.policy)
@@ -186,7 +196,10 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
         if any(_jax.is_planned(eqn) for _, eqn in found.stacks):
             if choice.policy is own:
                 check.spent(found.stacks, own, label)
-            return _jax.evaluate(closed, args)  # planned already, by a decorator further in
+            # Planned already, by a decorator further in.
+            return _replaced(closed, args, [], own, found)
+        whole = args
+        args = list(map(_jax.on_device, args))
         if not _jax.can_be_recomputed(closed):
             outs = _jax.evaluate(closed, args)
             return context.when_differentiated(outs, lambda: check.code(label))
@@ -203,19 +216,45 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
             if cut is not None:
                 outs = unrolled.run(*cut, _jax.used_by(closed, args))
                 return _jax.made_by(closed, args, outs)
-        return _checkpoint_whole(closed, args, choice, found, label, why_uncut)
+        return _checkpoint_whole(closed, whole, choice, found, label, why_uncut)
     check.effect(choice.policy)
     for info, eqn in chosen:
         check.stack(info, eqn, choice.policy)
     check.twice(chosen)
+    return _replaced(closed, args, chosen, choice.policy, found)
+
+
+def _replaced(
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    chosen: Sequence[tuple[LayerStack, Any]],
+    policy: Policy | Plan,
+    found: find.Found,
+) -> list[Any]:
+    """Evaluate a jaxpr, these of its stacks under a policy."""
     targets = {id(eqn): info for info, eqn in chosen}
+    given = args
+    if any(map(_jax.is_on_host, args)):
+        # Stacks that have their policy already read rows as well.
+        targets |= {id(eqn): info for info, eqn in found.stacks if _jax.is_planned(eqn)}
+        args = streamed.placed(closed, args, targets)
 
     def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
-        if id(eqn) in targets:
-            return _run(as_stack(eqn, choice.policy, targets[id(eqn)]), operands)
-        return through(eqn, operands, targets, special)
+        if id(eqn) not in targets:
+            return through(eqn, operands, targets, special)
+        if not _jax.is_planned(eqn):
+            return _run(as_stack(eqn, policy, targets[id(eqn)]), operands)
+        if _jax.is_stack(eqn) or not any(map(_jax.is_on_host, operands)):
+            return None
+        return _run(as_stack(eqn, NoRemat(), targets[id(eqn)]), operands)
 
-    return _jax.evaluate(closed, args, special)
+    outs = _jax.evaluate(closed, args, special)
+    # What is returned as it was given is not moved.
+    same = dict(zip(closed.jaxpr.invars, given, strict=True))
+    return [
+        same.get(atom, out) if _jax.is_var(atom) else out
+        for atom, out in zip(closed.jaxpr.outvars, outs, strict=True)
+    ]
 
 
 def _traced(flat: Callable[..., Any], arrays: Sequence[Any], choice: Choice) -> ClosedJaxpr:
@@ -224,13 +263,14 @@ def _traced(flat: Callable[..., Any], arrays: Sequence[Any], choice: Choice) -> 
     Planned apart they would change what it computes, and with it what its own plan is for.
     """
     outermost = not context.is_inside_region()
+    given = [_jax.type_on_device(a) if _jax.is_on_host(a) else a for a in arrays]
     if not (outermost and isinstance(context.policy_instead(choice.policy), ByLayer)):
-        return jax.make_jaxpr(flat)(*arrays)
+        return jax.make_jaxpr(flat)(*given)
     with context.inside_region():
-        closed = jax.make_jaxpr(flat)(*arrays)
+        closed = jax.make_jaxpr(flat)(*given)
     stacks = find.find(closed).stacks
     if stacks and all(_jax.is_planned(eqn) for _, eqn in stacks):
-        return jax.make_jaxpr(flat)(*arrays)  # regions further in have all stacks; code as well
+        return jax.make_jaxpr(flat)(*given)  # regions further in have all stacks; code as well
     return closed
 
 
@@ -281,7 +321,8 @@ def as_stack(eqn: Any, policy: Policy | Plan, info: LayerStack | None = None) ->
 
 def _run(stack: Stack, operands: list[Any]) -> list[Any]:
     """A stack as the scan that jax knows, if the policy alone says which; else bound to it."""
-    if not needs_sizes(stack.policy):
+    on_host = any(map(_jax.is_on_host, operands))
+    if not (on_host or needs_sizes(stack.policy)):
         plan = choose(stack.policy, Problem(stack.form.length))
         if run := native(plan):
             context.note_plan(stack.policy, plan)
@@ -321,7 +362,11 @@ def _checkpoint_whole(
         )
     layer = choice.policy if isinstance(choice.policy, LayerPolicy) else None
     policy = layer.jax_policy if layer is not None else None
-    return jax.checkpoint(lambda *a: _jax.evaluate(closed, a), policy=policy)(*args)
+
+    def run(*args: Any) -> list[Any]:
+        return _jax.evaluate(closed, list(map(_jax.on_device, args)))
+
+    return jax.checkpoint(run, policy=policy)(*args)
 
 
 def _is_index(where: Any) -> bool:

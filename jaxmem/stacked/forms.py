@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,22 @@ def plain(form: Form, args: Sequence[Any]) -> list[Any]:
 
 def checkpointed(form: Form, layer: LayerPolicy, host: bool, args: Sequence[Any]) -> list[Any]:
     """The scan with each layer under `jax.checkpoint`, its carry kept on the device or the host."""
+    return _scan(form, _checkpointed(form, layer, host), args)
+
+
+def as_body(form: Form, layer: LayerPolicy, host: bool) -> Form:
+    """The same as a form, of which an executor makes what jax's scan would make of it."""
+    run = _checkpointed(form, layer, host)
+
+    def flat(*flat: Any) -> list[Any]:
+        carry, y = run(*form.body.split_in(flat))
+        return [*carry, *y]
+
+    jaxpr = _jax.trace(flat, form.body.jaxpr.in_avals)
+    return dataclasses.replace(form, body=dataclasses.replace(form.body, jaxpr=jaxpr))
+
+
+def _checkpointed(form: Form, layer: LayerPolicy, host: bool) -> Callable[..., Any]:
     policy = layer.jax_policy
     if host:
         policy = (layer | names(offload=CARRY_NAME)).jax_policy
@@ -81,7 +97,7 @@ def checkpointed(form: Form, layer: LayerPolicy, host: bool, args: Sequence[Any]
         with jax.named_scope(_jax.PLANNED):
             return layer_again(consts, carry, x)
 
-    return _scan(form, planned, args)
+    return planned
 
 
 _APPLIED: weakref.WeakKeyDictionary[Any, tuple[LayerPolicy, bool]] = weakref.WeakKeyDictionary()
@@ -95,8 +111,11 @@ def applied(policy: Any) -> tuple[LayerPolicy, bool]:
 
 
 def nested(form: Form, lengths: Sequence[int], args: Sequence[Any]) -> list[Any]:
-    """Scans over checkpointed segments: copies parameters, but jax can differentiate it at will."""
-    consts, init, xs = form.body.split_in(args)
+    """Scans over checkpointed segments: copies parameters, but jax can differentiate it at will.
+
+    Arrays on the host go to the device as a whole.
+    """
+    consts, init, xs = form.body.split_in(list(map(_jax.on_device, args)))
     if form.reverse:
         xs = [jnp.flip(x, 0) for x in xs]
     carry, ys = _nested(form, tuple(lengths), consts, init, xs, form.length)

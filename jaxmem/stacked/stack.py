@@ -27,13 +27,14 @@ from jaxmem.stacked import (
     Form,
     Into,
     Schedule,
+    as_body,
     checkpointed,
     nested,
     plain,
     schedule_for,
 )
 from jaxmem.trace import context
-from jaxmem.trace.context import note_plan
+from jaxmem.trace.context import note_plan, platform
 from jaxmem.trace.find import LayerStack
 from jaxmem.trace.layer import Layer, NoReverseMode, Wrt, differentiated
 
@@ -145,10 +146,22 @@ class Stack:
             return self.derivative(self.run, self.wrt(operands), args, tangents)
         plan = self.plan(layer)
         note_plan(self.policy, plan)
+        if any(map(_jax.is_on_host, args)):  # of which jax would keep rows on the device
+            with self.scope(layer, plan):
+                return self.streamed(layer, plan).split(args, tangents)
         if plan.kind == "none":
             with self.scope(layer, plan):
                 return self.derivative(self.run, layer.wrt, args, tangents)
         return Tangent(self.form, layer, plan).split(args, tangents)
+
+    def streamed(self, layer: Layer, plan: Plan) -> "Tangent":
+        """The linear part by a schedule that reads and writes rows, for every plan."""
+        form = self.form
+        if plan.kind == "full":  # what jax's scan does elsewhere
+            form = as_body(form, plan.layer, plan.carries == "host")
+            layer = Layer(form.body, layer.wrt)
+            plan = Plan.none(form.length)
+        return Tangent(form, layer.casting_rows() if platform() == "tpu" else layer, plan)
 
     def derivative(
         self,

@@ -61,7 +61,8 @@ class Into:
     def write(self, number: int, rows: Any, gradient: Any, index: Any) -> Any:
         """One layer's gradient, in the place where it belongs."""
         if number not in self.held:
-            return lax.dynamic_update_index_in_dim(rows, gradient, index, 0)
+            row = _jax.beside(gradient, rows)
+            return lax.dynamic_update_index_in_dim(rows, row, index, 0)
         own = jax.tree.map(lambda r: lax.dynamic_index_in_dim(r, index, keepdims=False), rows)
         return jax.tree.map(
             lambda r, new: lax.dynamic_update_index_in_dim(r, new, index, 0),
@@ -89,7 +90,7 @@ def start(
             for c, ct in zip(_only(init, layer.wrt_carry), ct_carry, strict=True)
         ],
         [
-            into.held[number] if number in into.held else _jax.zeros_like(x)
+            into.held[number] if number in into.held else _rows_for(x)
             for number, x in enumerate(_only(xs, layer.wrt_x))
         ],
     )
@@ -144,6 +145,11 @@ def store(kept: Sequence[Any], carry: Sequence[Any], slot: Any, when: Any = True
 def load(kept: Sequence[Any], slot: Any) -> list[Any]:
     """The carry in a slot."""
     return [lax.dynamic_index_in_dim(rows, slot, keepdims=False) for rows in kept]
+
+
+def _rows_for(x: Any) -> Any:
+    """Room for the gradients of a stacked input, in the memory where it is; all is written."""
+    return _jax.unfilled_like(x) if _jax.is_on_host(x) else _jax.zeros_like(x)
 
 
 def _only(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:

@@ -36,7 +36,10 @@ from jaxmem.trace import context
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The jaxpr of a layer with the roles of its flat inputs and outputs."""
+    """The jaxpr of a layer with the roles of its flat inputs and outputs.
+
+    It is of arrays on the device; a row of a stack on the host is moved there where it is used.
+    """
 
     jaxpr: ClosedJaxpr
     num_consts: int
@@ -60,7 +63,8 @@ class Body:
     def __call__(
         self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        return self.split_out(_jax.evaluate(self.jaxpr, [*consts, *carry, *x]))
+        flat = [*consts, *carry, *map(_jax.on_device, x)]
+        return self.split_out(_jax.evaluate(self.jaxpr, flat))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,10 +243,9 @@ class Layer:
         self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """(carry, y) of the layer."""
-        x = list(map(_jax.on_device, x))
         if not self.row_by_row:
             return self.body(consts, carry, x)
-        flat = [*consts, *carry, *x]
+        flat = [*consts, *carry, *map(_jax.on_device, x)]
         return self.body.split_out(_jax.evaluate(self._inlined, flat, self._cast))
 
     def step(self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> list[Any]:
