@@ -100,8 +100,9 @@ class _Tally:
                 live.of = {k: dataclasses.replace(v, **{place: 0}) for k, v in live.of.items()}
         for kind, places in live.of.items():
             self.add(kind, places)
-        # What a result's own buffer holds of the gradient is no more a part of the results.
-        self.add("rest", dataclasses.replace(whole - self.sum, disk=0))
+        rest = whole - self.sum
+        # Compilers may state less in host memory than there are arguments.
+        self.add("rest", Places(rest.device, max(rest.on_chip, 0), max(rest.host, 0)))
         return self.of
 
 
@@ -109,7 +110,10 @@ def _of_arguments(
     program: Program, compiled: Compiled, arguments: dict[str, int]
 ) -> Iterator[tuple[str, Places]]:
     left = dict(arguments)
-    for argument in program.arguments:
+    sizes = {} if compiled.analysis is None else compiled.analysis.parameter_bytes
+    # On one device; an argument that the program does not read is nowhere.
+    read = {k: sizes.get(n, program.arguments[k].bytes) for n, k in enumerate(compiled.kept)}
+    for k, argument in enumerate(program.arguments):
         if argument.is_parameter:
             kind = "parameters"
         else:
@@ -120,7 +124,7 @@ def _of_arguments(
             kind,
             Places(
                 here,
-                host=argument.bytes if host and not argument.disk_bytes else 0,
+                host=read.get(k, 0) if host and not argument.disk_bytes else 0,
                 disk=argument.disk_bytes,
             ),
         )
@@ -138,6 +142,7 @@ def _at_peak(
         if buffer.role == "sum" and gradient.holds(buffer):
             yield "gradient", size
             if buffer.kind == "output":
+                # What holds it is no more a part of the results.
                 yield "results", Places() - size
         elif buffer.role in ("saved", "recomputed") and buffer.kind == "temporary":
             yield buffer.role, size

@@ -253,6 +253,27 @@ def test_shares_of_several_devices() -> None:
     assert found.parts["gradient"].device >= STACK
 
 
+def test_a_state_on_the_host_is_counted_on_each_device_and_only_if_it_is_read() -> None:
+    eight = jaxmem.target(GPU, devices=8)
+    mesh = eight.mesh({"data": 8})
+
+    def on(leaf: jax.ShapeDtypeStruct, kind: str | None) -> jax.ShapeDtypeStruct:
+        axes = jax.sharding.PartitionSpec(*[None] * (leaf.ndim - 1), "data")
+        placed = jax.sharding.NamedSharding(mesh, axes, memory_kind=kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
+
+    def step(x: jax.Array, momentum: jax.Array) -> Any:
+        after = 0.9 * jax.device_put(momentum, jax.memory.Space.Device) + x
+        return x + after, jax.device_put(after, jax.memory.Space.Host)
+
+    x, momentum = on(spec(BATCH, WIDTH), None), on(spec(BATCH, WIDTH), "pinned_host")
+    options: dict[str, Any] = {"target": eight, "suggest": False, "optimizer_state": "momentum"}
+    found = jaxmem.memory_report(step, x, momentum, donate_argnums=(0, 1), **options)
+    assert found.parts["state/momentum"] == Places(host=CARRY // 8)
+    idle = jaxmem.memory_report(lambda x, momentum: x + 1, x, momentum, **options)
+    assert "state/momentum" not in idle.parts
+
+
 # ---------------------------------------------------------------- named by the caller
 
 
