@@ -58,6 +58,7 @@ from .state import OnDisk as OnDisk
 from .state import UpdatedLeaf as UpdatedLeaf
 from .state import UpdatePlan as UpdatePlan
 from .state import adalomo as adalomo
+from .state import apply_gradients as apply_gradients
 from .state import disk_state as disk_state
 from .state import master_weights as master_weights
 from .state import offload_state as offload_state

@@ -2,6 +2,7 @@
 
 from jaxmem.state.adalomo import AdaLomoState as AdaLomoState
 from jaxmem.state.adalomo import adalomo as adalomo
+from jaxmem.state.apply import apply_gradients as apply_gradients
 from jaxmem.state.codecs import Coded as Coded
 from jaxmem.state.codecs import Companding as Companding
 from jaxmem.state.codecs import Dynamic as Dynamic
