@@ -68,7 +68,8 @@ def remat(
     Parameters may be in host memory (``jax.device_put(params, jax.memory.Space.Host)``), under
     every policy; what is decorated is written as if they were on the device.  An array that one
     stack alone reads, as it is, goes there layer by layer, in both passes, and its gradient to the
-    host; the device then holds some layers whatever the depth.  All other arrays on the host
+    host (`jaxmem.apply_gradients` makes a step of it); the device then holds some layers whatever
+    the depth.  All other arrays on the host
     (embeddings, what is cast or cut before the scan, what two stacks read; on a TPU also arrays
     whose last axis has fewer than 128) are moved as a whole.  Forward mode and second derivatives
     move stacks as a whole, too, and `jax.vmap` over such parameters is refused.

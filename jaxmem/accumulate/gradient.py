@@ -116,7 +116,9 @@ def value_and_grad(
 
     Memory: one accumulator of the parameters' size, and one microbatch.  Parameters that
     are stacked and read in one `lax.scan` over layers need no other gradient: each layer adds
-    its own to the accumulator.  Terms of several weights (`Weighted` + `Weighted`) need the
+    its own to the accumulator.  Parameters may be in host memory, whatever `fun` is: those that are
+    so stacked go to the device layer by layer, all others as a whole; the accumulator, and with it
+    the gradient, is on the device.  Terms of several weights (`Weighted` + `Weighted`) need the
     sums of the weights first: what computes them runs twice.
 
     >>> import jax, jax.numpy as jnp, jaxmem

@@ -94,7 +94,7 @@ def evaluate(
 
     Args:
       stacked: what `find` found.
-      args: the function's arguments.
+      args: the function's arguments; stacked parameters may be on the host.
       held: by number of an argument, a tree of arrays stacked as it is.
       factor: a scalar.
       add: how a gradient is added.
@@ -111,11 +111,16 @@ def evaluate(
         if places is None:
             return through(eqn, operands, stacked.at, special)
         own = {place: held[number] for place, number in places.items()}
-        linear = _schedule(eqn, stacked.wanted[id(eqn)])
+        scope: Any = contextlib.nullcontext
+        if any(map(_jax.is_on_host, operands)):  # of which jax would keep rows on the device
+            linear, scope = reversed_by(eqn, stacked.wanted[id(eqn)])
+        else:
+            linear = _schedule(eqn, stacked.wanted[id(eqn)])
         if linear is None:
             outs, own, factor = _scan(_form(eqn), operands, own, factor, add)
         else:
-            outs, own, factor = _stack(linear, operands, own, factor, add)
+            with scope():
+                outs, own, factor = _stack(linear, operands, own, factor, add)
         held.update({number: own[place] for place, number in places.items()})
         return outs
 

@@ -124,7 +124,7 @@ class _Loop:
 
         sums = self._sums(terms)
         state = (
-            self.sink.begin([self.call.leaves[path] for path in self.shared]),
+            self.sink.begin([_jax.on_device(self.call.leaves[path]) for path in self.shared]),
             sums,
             self.spec.zeros(aux) if self.has_aux else [],
             carry,
@@ -164,6 +164,7 @@ class _Loop:
 
     def micro(self, leaves: dict[Path, Any], carry: list[Any], rows: int) -> tuple[Any, Any]:
         """See `Micro`."""
+        leaves = jax.tree.map(_jax.on_device, leaves)
         # What is constant comes out of an inlined jit as a number, too.
         return jax.tree.map(jnp.asarray, self._micro(leaves, carry, rows=rows))
 

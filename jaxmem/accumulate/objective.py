@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxmem import _jax
 from jaxmem.accumulate import inplace
 from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.trees import weighed
@@ -135,11 +136,13 @@ class Objective:
         def add(held: Any, gradient: jax.Array, factor: Any) -> Any:
             return self.add(held, gradient, None if always else factor)
 
+        # Of parameters on the host, stacks read rows; all else is moved as a whole.
         alone = [k for k in range(len(shared)) if k not in stacked.arguments]
+        rest = [_jax.on_device(leaf) for leaf in flat[len(shared) + len(split) :]]
         own = {k: held[k] for k in sorted(stacked.arguments)}
 
         def of(given: list[Any], split: list[Any], own: Any, factor: Any) -> Any:
-            full = [*shared, *split, *flat[len(shared) + len(split) :]]
+            full = [*shared, *split, *rest]
             for k, leaf in zip(alone, given, strict=True):
                 full[k] = leaf
             outs, own, factor = inplace.evaluate(stacked, full, own, factor, add)
@@ -149,7 +152,7 @@ class Objective:
 
         one = self.place(jnp.ones((), self.dtype))
         (value, *_), pull, (loss, aux) = jax.vjp(
-            of, [shared[k] for k in alone], split, own, one, has_aux=True
+            of, [_jax.on_device(shared[k]) for k in alone], split, own, one, has_aux=True
         )
         factor = one if factor is None else factor.astype(self.dtype)
         seed, factor = self._counts(loss, factor)
@@ -209,13 +212,16 @@ class Objective:
     def _traced(
         self, leaves: Mapping[Path, Any], carry: list[Any], size: int
     ) -> tuple[Any, list[Any], Any]:
-        """What is differentiated as a jaxpr, its operands, and the tree of its results."""
+        """What is differentiated as a jaxpr, its operands, and the tree of its results.
+
+        The jaxpr is of arrays on the device, wherever the operands are.
+        """
         shared = list(self.params.values())
         split = [leaves[path] for path in self.split]
         flat, tree = jax.tree.flatten((shared, split, leaves, carry))
         closed, out_shape = jax.make_jaxpr(
             lambda *flat: self._value(size, *tree.unflatten(flat)), return_shape=True
-        )(*flat)
+        )(*(_jax.type_on_device(leaf) if _jax.is_on_host(leaf) else leaf for leaf in flat))
         return closed, flat, jax.tree.structure(out_shape)
 
     def _value(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import updating
 from helpers.grads import (
     BATCH,
     MASK,
@@ -642,3 +643,17 @@ def test_keys_are_found_wherever_all_microbatches_get_them() -> None:
     states = ours_of(carried, has_aux=True, carry_argnums=2, aux="carry")
     jax.eval_shape(states, w, {"x": x}, key)
     jax.eval_shape(ours_of(loss, microbatches=1), w, {"x": x}, key)
+
+
+@pytest.mark.filterwarnings("ignore::jaxmem.OffloadWarning")
+@pytest.mark.parametrize("policy", ["none", "full", "sqrt", None])
+def test_parameters_on_the_host_go_to_the_device_layer_by_layer(policy: str | None) -> None:
+    loss = updating.language_loss
+    ours = loss if policy is None else jaxmem.remat(loss, policy)
+    params = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Host), updating.PARAMS)
+    for microbatches in (1, 4):
+        step = jax.jit(jaxmem.value_and_grad(ours, microbatches=microbatches))
+        found = step(params, updating.TOKENS)
+        # Sums are on the device: one accumulator, of the parameters' size.
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[1])} == {"device"}
+        near(found, jax.value_and_grad(loss)(updating.PARAMS, updating.TOKENS))
