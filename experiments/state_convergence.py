@@ -4,9 +4,10 @@
     python experiments/state_convergence.py --small    # a quick trial
 
 The model of `train_lm.py` with 8 layers, on its text: 200 steps for each of three seeds, of AdamW
-in float32, with its state in 8 bits in both codecs and updated in the backward pass, and of
-AdaLomo, SGD and LOMO, which is SGD in the backward pass; all gradients are clipped.  Each seed is
-another model, another order of the text and another dropout.
+in float32, with its state in 8 bits in both codecs and updated in the backward pass, with weights
+(and then moments) in bfloat16, of which the state holds 8 bits more or not, and of AdaLomo, SGD and
+LOMO, which is SGD in the backward pass; all gradients are clipped.  Each seed is another model,
+another order of the text and another dropout.
 
 Runs that round differently drift apart, whatever they store: as a measure of that, AdamW is also
 run from parameters that are each moved to the next float32 number.
@@ -33,6 +34,7 @@ from lm.program import build, held_out_loss, initial
 RESULTS = Path(__file__).parent / "results"
 ADAMW, NUDGED, SGD, LOMO = "AdamW", "AdamW, parameters nudged", "SGD", "LOMO"
 BITS = "8-bit"
+BFLOAT16, MASTERS = "bfloat16 weights", "bfloat16 weights, 8 bits more in the state"
 GOAL = 0.01  # nats of held-out loss
 EQUAL = 1e-4  # the same; of what ends in a few last bits of the gradient's norm
 
@@ -76,6 +78,9 @@ class Options:
             "AdaLomo": dataclasses.replace(
                 plain, optimizer="adalomo", learning_rate=10 * self.rate, fused=True
             ),
+            BFLOAT16: dataclasses.replace(plain, weights="bfloat16"),
+            MASTERS: dataclasses.replace(plain, weights="bfloat16+8"),
+            f"{MASTERS}, 8-bit": dataclasses.replace(plain, weights="bfloat16+8", state="8bit"),
             SGD: sgd,
             LOMO: dataclasses.replace(sgd, fused=True),
         }

@@ -10,7 +10,7 @@ import jax
 
 from jaxmem import policies
 from lm import data
-from lm.optimizers import OptimizerName, StateName
+from lm.optimizers import OptimizerName, StateName, WeightsName
 
 PolicyName = Literal["none", "full", "dots", "dots_no_batch", "sqrt", "revolve", "offload"]
 
@@ -67,6 +67,8 @@ class Config:
     """The largest global norm of a gradient; None for any."""
     state: StateName = "float32"
     """The optimizer's state: in 32 or 8 bits; in the device's memory, the host's or on disk."""
+    weights: WeightsName = "float32"
+    """What parameters are stored in; bfloat16+8 has 8 bits more of each in the state."""
     fused: bool = False
     """Update each layer in the backward pass (value_and_update); clipping takes two of these."""
     seed: int = 0

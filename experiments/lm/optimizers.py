@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import jaxmem
@@ -12,21 +13,31 @@ from jaxmem.errors import OffloadWarning
 
 OptimizerName = Literal["adamw", "adam", "sgd", "momentum", "lion", "adafactor", "adalomo"]
 StateName = Literal["float32", "8bit", "8bit-companding", "host", "8bit-host", "disk", "8bit-disk"]
+WeightsName = Literal["float32", "bfloat16", "bfloat16+8"]
 
 
 def make(
-    name: OptimizerName, rate: Any, state: StateName, clip: float | None, folder: Path, every: int
+    name: OptimizerName,
+    rate: Any,
+    state: StateName,
+    weights: WeightsName,
+    clip: float | None,
+    folder: Path,
+    every: int,
 ) -> Any:
     """An optax transformation.
 
     Args:
       rate: of learning, a schedule.
       state: where the state is, and in how many bits.
+      weights: what the parameters are stored in.
       clip: the largest global norm of a gradient; None for any.
       folder: for a state on disk; what a run that has no checkpoint left there is removed.
       every: steps between checkpoints.
     """
     found = _MAKERS[name](rate)
+    if weights == "bfloat16+8":
+        found = jaxmem.master_weights(found)
     if state.startswith("8bit"):
         codec = "companding" if state == "8bit-companding" else "dynamic"
         found = jaxmem.quantize_state(found, codec)
@@ -35,6 +46,17 @@ def make(
     if state.endswith("disk"):
         found = jaxmem.disk_state(found, folder, every=every, min_size=4096, overwrite=True)
     return found if clip is None else optax.chain(optax.clip_by_global_norm(clip), found)
+
+
+def stored(params: Any, weights: WeightsName) -> Any:
+    """Parameters in what they are stored in."""
+    dtype = jnp.float32 if weights == "float32" else jnp.bfloat16
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def in_float32(params: Any) -> Any:
+    """Parameters as the model computes with them."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
 
 
 def wait(state: Any) -> None:

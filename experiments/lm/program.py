@@ -93,7 +93,7 @@ class Program:
 def initial(config: Config) -> State:
     """The state before the first step; it is that of every policy."""
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
-    params = _params(_architecture(config), key)
+    params = optimizers.stored(_params(_architecture(config), key), config.weights)
     return State(params, optimizer(config).init(params))
 
 
@@ -111,6 +111,7 @@ def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
         config.optimizer,
         rate,
         config.state,
+        config.weights,
         config.clip,
         config.folder() / "state",
         config.checkpoint_every,
@@ -122,7 +123,7 @@ def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 
 def build(config: Config, policy: Policy) -> Program:
     """Plan, trace and compile the train step under `policy`."""
-    loss = functools.partial(model.ragged_loss if config.ragged else model.loss, config, policy)
+    loss = _loss(config, policy)
     state = shapes(config)
     rows = config.batch // config.calls
     tokens = jax.ShapeDtypeStruct((rows, config.sequence + 1), jnp.int32)
@@ -148,7 +149,7 @@ def held_out_loss(config: Config) -> Any:
     """A compiled function from parameters to the loss on held-out text, dropout off."""
     tokens = data.held_out(size=4 * config.batch, sequence=config.sequence)
     evaluate = jax.jit(functools.partial(model.loss, config, jaxmem.policies.none(), key=None))
-    return lambda params: float(evaluate(params, tokens))
+    return lambda params: float(evaluate(optimizers.in_float32(params), tokens))
 
 
 # ---------------------------------------------------------------- implementation
@@ -156,11 +157,20 @@ def held_out_loss(config: Config) -> Any:
 _params = jax.jit(model.init, static_argnums=0)
 
 
+def _loss(config: Config, policy: Policy) -> Callable[..., Any]:
+    loss = functools.partial(model.ragged_loss if config.ragged else model.loss, config, policy)
+    if config.weights == "float32":
+        return loss
+    return lambda params, *args: loss(optimizers.in_float32(params), *args)
+
+
 def _step(config: Config, loss: Callable[..., Any]) -> Callable[..., Any]:
     """From state, sequences and a key to state, mean loss and its weight."""
     options: dict[str, Any] = {
         "microbatches": config.accum // config.calls, "rng_argnums": 2, "return_weight": True,
     }  # fmt: skip
+    if config.weights == "bfloat16":  # as its moments are then
+        options["accumulator_dtype"] = None
     inner = optimizer(config)
     if config.fused:
         value_and_update = jaxmem.value_and_update(loss, inner, **options)

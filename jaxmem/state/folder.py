@@ -58,13 +58,13 @@ class _Step:
 
     Attributes:
       arrays: opened, by number.
-      left: rows still to be written, by number; none of a whole step.
+      written: which rows are on their way or on the disk, by number; none of a whole step.
       pending: rows on their way to the disk.
       whole: done when all is on the disk.
     """
 
     arrays: dict[int, Any] = dataclasses.field(default_factory=dict)
-    left: dict[int, int] = dataclasses.field(default_factory=dict)
+    written: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     pending: list[_Write] = dataclasses.field(default_factory=list)
     whole: "concurrent.futures.Future[None] | None" = None
 
@@ -130,6 +130,11 @@ class StateFolder:
                     "take the state from your checkpoint in the place of init's (its arrays say "
                     "which step they are of), and to start anew pass another folder, or "
                     "overwrite=True"
+                )
+            if self._all_steps() and not (self.path / _LAYOUT).exists():
+                raise StateOnDiskError(
+                    f"{self.path} holds {self._folder(self._all_steps()[0]).name}, which is not "
+                    "of a state; pass another folder"
                 )
             self._failure = None
             for step in self._all_steps():
@@ -207,10 +212,11 @@ class StateFolder:
         own = np.array(rows)  # what a callback is given is there for its time only
         with self._guard:
             self._check()
-            if step == 0 and not (0 in self._steps and self._steps[0].left):
+            key = (number, first, own.shape[0])
+            if step == 0 and not self._is_begun(step, key):
                 self.start(layout)
             self._open(layout)
-            if step not in self._steps or not self._steps[step].left:
+            if not self._is_begun(step, key):
                 self._begin_writing(step)
             into = self._steps[step]
             others = [write for held in self._steps.values() for write in held.pending]
@@ -219,11 +225,11 @@ class StateFolder:
             rows_of = self._array(step, number)[first : first + own.shape[0]]
             future = rows_of.write(own, can_reference_source_data_indefinitely=True)
             into.pending = [*filter(self._is_pending, into.pending)]
-            into.pending.append(_Write((number, first, own.shape[0]), own, future))
-            into.left[number] -= own.shape[0]
-            is_last = not any(into.left.values())
+            into.pending.append(_Write(key, own, future))
+            into.written[number][first : first + own.shape[0]] = True
+            is_last = all(rows.all() for rows in into.written.values())
             if is_last:
-                into.left = {}
+                into.written = {}
                 into.whole = self._worker.submit(self._finish, step)
         # Of a step that a checkpoint goes with, nothing is left behind.
         if is_last and into.whole and (step == 0 or (self.every and step % self.every == 0)):
@@ -314,6 +320,11 @@ class StateFolder:
                 )
             self._verify(step)
             self._steps[step] = _Step()
+        elif self._steps[step].written:
+            raise StateOnDiskError(
+                f"the update that was to write the state after step {step} to {self.path} was "
+                f"broken off; {self._go_on()}"
+            )
         if step != self._reading:
             self._reading = step
             self._before, self._now, self._next = self._now, [], 0
@@ -351,6 +362,15 @@ class StateFolder:
 
     # ------------------------------------------------------------ writing
 
+    def _is_begun(self, step: int, key: Key) -> bool:
+        """Whether these rows go to what is there of a step; else it is begun, or begun anew.
+
+        When rows are written again, the update that wrote them before was broken off.
+        """
+        number, first, count = key
+        own = self._steps.get(step)
+        return bool(own and own.written and not own.written[number][first : first + count].any())
+
     def _begin_writing(self, step: int) -> None:
         before = step - 1
         self._begin_reading(before)
@@ -387,8 +407,8 @@ class StateFolder:
                 f"{self.path}, where {size(free)} are free (the state before it stays until it is "
                 "whole); make room there, or let jaxmem.quantize_state store it in 8 bits"
             )
-        left = {number: array.shape[0] for number, array in enumerate(layout.arrays)}
-        self._steps[step] = _Step(left=left)
+        written = {n: np.zeros(array.shape[0], bool) for n, array in enumerate(layout.arrays)}
+        self._steps[step] = _Step(written=written)
 
     def _wait_for_room(self, others: Sequence[_Write], wanted: int) -> None:
         todo = [write for write in others if not write.future.done()]
@@ -444,7 +464,7 @@ class StateFolder:
             assert self._layout is not None
             array = self._layout.arrays[number]
             folder = self._folder(step) / str(number)
-            own.arrays[number] = _opened(folder, array, make=bool(own.left))
+            own.arrays[number] = _opened(folder, array, make=bool(own.written))
         return own.arrays[number]
 
     def _folder(self, step: int) -> Path:
@@ -458,7 +478,8 @@ class StateFolder:
         return [step for step in self._all_steps() if (self._folder(step) / _WHOLE).exists()]
 
     def _remove(self, step: int) -> None:
-        self._steps.pop(step, None)
+        for write in self._steps.pop(step, _Step()).pending:
+            write.future.exception()  # which waits: it must not write to what is gone
         (self._folder(step) / _WHOLE).unlink(missing_ok=True)
         shutil.rmtree(self._folder(step))
 

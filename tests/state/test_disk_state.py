@@ -610,3 +610,33 @@ def test_reports_know_the_disk_and_absent_accelerators_get_the_rows_of_the_host(
     assert report.required_bytes < reported(optax.adam(0.1)).required_bytes - 1.5 * size
     assert any("as if it were in host memory" in n for n in report.notes) == (target != "local")
     assert not (tmp_path / "state").exists()
+
+
+def test_an_update_that_was_broken_off_is_no_whole_step_and_begins_anew(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    layout = Layout(folder, (Array("a", (4, 3), "float32", (1, 3)),))
+    rows = [np.full((1, 3), float(n), np.float32) for n in range(4)]
+    for n in range(4):
+        folder.write(layout, 0, 0, n, rows[n])
+    for n in range(3):
+        folder.write(layout, 0, 1, n, rows[n])
+    with pytest.raises(jaxmem.StateOnDiskError, match="was broken off; go on from .*step 0"):
+        folder.read(layout, 0, 1, 0, 1)
+    for n in range(3):
+        folder.write(layout, 0, 1, n, rows[n] + 10)
+    assert folder.steps() == (0,)
+    folder.write(layout, 0, 1, 3, rows[3] + 10)
+    assert folder.steps() == (0, 1)
+    np.testing.assert_array_equal(folder.read(layout, 0, 1, 0, 4)[:, 0], [10, 11, 12, 13])
+    folder.close()
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path, closed: list[Any]) -> None:
+    other = tmp_path / "step-00000100" / "file"
+    other.parent.mkdir()
+    other.write_text("mine")
+    optimizer = jaxmem.disk_state(optax.adam(0.1), tmp_path, min_size=16, overwrite=True)
+    closed.append(optimizer)
+    with pytest.raises(jaxmem.StateOnDiskError, match="holds step-00000100, which is not of a st"):
+        optimizer.init(SMALL)
+    assert other.read_text() == "mine"
