@@ -61,7 +61,7 @@ def _model(rows: Sequence[Row], axes: "Axes") -> None:
     axes.set_ylim(-0.08 * most, 1.15 * most)
     words = [f"{row.name}: refused by the compiler" for row in rows if row.error]
     words += [f"{row.name}: does not fit" for row in rows if not (row.error or row.fits)]
-    text = "\n".join(words)
+    text = "\n".join(line for word in words for line in textwrap.wrap(word, 28))
     axes.text(0.98, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=8)
 
 
