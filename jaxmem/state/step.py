@@ -148,7 +148,8 @@ def value_and_update(
       has_aux: as in jax; the step then returns ((value, aux), params, state).
       microbatches: in how many parts the batch goes through `fun`, as for
         `jaxmem.value_and_grad`: all but the last one add to an accumulator of the parameters' size,
-        and the last one's backward pass updates.  None for the batch as it is, without one.
+        and the last one's backward pass updates.  The accumulator is on the device, also of
+        parameters on the host.  None for the batch as it is, without one.
       batch_argnums, rng_argnums, carry_argnums, aux, accumulator_dtype, return_weight: for
         microbatches, as for `jaxmem.value_and_grad`; positions are those of fun's arguments.
       passes: how many backward passes there may be.
@@ -320,13 +321,6 @@ class Step:
         leaves, tree = jax.tree.flatten(params)
         names = leaf_names(params, "params")
         leaves = list(map(_param, names, leaves))
-        for name, leaf in zip(names, leaves, strict=True):
-            if _jax.is_on_host(leaf):
-                raise ValueError(
-                    f"{name} is in host memory, and with microbatches= parameters have to be on "
-                    "the device; pass microbatches=None, or move them there (the optimizer's state "
-                    "may stay: jaxmem.offload_state)"
-                )
         params = tree.unflatten(leaves)
         return self._in_parts((params, *args), kwargs, state, {})
 
