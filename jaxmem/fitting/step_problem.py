@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import jax
 
-from jaxmem import targets
+from jaxmem import _jax, targets
 from jaxmem.compile.program import Program
 from jaxmem.errors import NoStackWarning, OffloadWarning, warn
 from jaxmem.estimate.compiler import of_platform as compiler_of
@@ -182,10 +182,14 @@ def _several(candidate: Candidate, region: Region) -> Candidate:
 
 def _others(program: Program, gradients: int) -> tuple[int, int]:
     """Bytes of arguments and results that take no argument's place; of gradients, none of these."""
-    arguments = sum(argument.bytes for argument in program.arguments)
-    donated = sum(argument.bytes for argument in program.arguments if argument.donated)
-    outputs = sum(map(nbytes, program.jaxpr.out_avals))
-    results = max(outputs - donated, 0)
+    # On a CPU the host's memory is the device's.
+    apart = (program.platform or jax.default_backend()) != "cpu"
+    here = [a for a in program.arguments if not (apart and a.memory_kind is not None)]
+    outs = [aval for aval in program.jaxpr.out_avals if not (apart and _jax.is_on_host(aval))]
+    arguments = sum(argument.bytes for argument in here)
+    donated = sum(argument.bytes for argument in here if argument.donated)
+    results = max(sum(map(nbytes, outs)) - donated, 0)
+    gradients -= program.record.updated_bytes
     return arguments + results, max(gradients - results, 0)
 
 

@@ -37,8 +37,8 @@ from jaxmem.state.update import (
     row_program,
     taken_apart,
 )
-from jaxmem.trace.context import platform
-from jaxmem.trace.layer import NoReverseMode
+from jaxmem.trace.context import note_updated, platform
+from jaxmem.trace.layer import NoReverseMode, nbytes
 from jaxmem.trace.source import source_line
 
 # (number of a parameter, what was summed for it or for its row, its gradient) -> the gradient.
@@ -107,6 +107,8 @@ def run(task: Task) -> Done:
         task.update(task.gradient_types), count, len(task.state), wanted, task.passes
     )
     inside = set(update.by_row)
+    alone_summed = [leaf for leaf in inside if task.before[leaf] is None]
+    note_updated(sum(nbytes(task.gradient_types[leaf]) for leaf in alone_summed))
     places = {
         eqn: {place: leaf for place, leaf in own.items() if leaf in inside}
         for eqn, own in places.items()

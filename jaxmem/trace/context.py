@@ -27,11 +27,13 @@ class Record:
       regions: the policy of each decorated region that was traced.
       plans: each differentiated stack's policy and plan, in the order of tracing.
       twice: lines of the stacks whose layers are under `jax.checkpoint` as well.
+      updated_bytes: of parameters that are updated in the backward pass, and have no gradient.
     """
 
     regions: list[Policy | Plan] = dataclasses.field(default_factory=list)
     plans: list[tuple[Policy | Plan, Plan]] = dataclasses.field(default_factory=list)
     twice: list[str] = dataclasses.field(default_factory=list)
+    updated_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +203,12 @@ def note_plan(policy: Policy | Plan, plan: Plan) -> None:
     """A stack under this policy got this plan."""
     if (record := _circumstances.value.record) is not None:
         record.plans.append((policy, plan))
+
+
+def note_updated(size: int) -> None:
+    """Parameters of so many bytes are updated in a backward pass."""
+    if (record := _circumstances.value.record) is not None:
+        record.updated_bytes = max(record.updated_bytes, size)  # a step may be traced again
 
 
 def note_twice(line: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from helpers.budgeted import problem, question
 from jax import lax
@@ -97,3 +98,33 @@ def test_parts_of_a_product_are_not_kept_where_products_read_copies_of_them() ->
     report = found.report(ask, candidate)
     missed = abs(found.predicted[candidate] - report.required_bytes)
     assert missed < 0.04 * report.temp_bytes  # 0.09 with the parts
+
+
+def test_what_is_updated_in_the_backward_pass_or_on_the_host_is_not_counted() -> None:
+    weights = jax.ShapeDtypeStruct((8, WIDTH, WIDTH), "f4")
+    mesh = jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])
+    spec = jax.sharding.PartitionSpec()
+    host = jax.sharding.NamedSharding(mesh, spec, memory_kind="pinned_host")
+    on_host = jax.ShapeDtypeStruct(weights.shape, weights.dtype, sharding=host)
+    optimizer, size = optax.sgd(0.1), weights.size * 4
+
+    @jaxmem.remat_auto
+    def loss(weights: Any, h: Any) -> Any:
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].mean()
+
+    def ordinary(weights: Any, state: Any, h: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(weights, h)
+        updates, state = optimizer.update(gradient, state, weights)
+        return value, optax.apply_updates(weights, updates), state
+
+    fused = jaxmem.value_and_update(loss, optimizer)
+    parts = jaxmem.value_and_update(loss, optimizer, microbatches=2)
+    state = jax.eval_shape(optimizer.init, weights)
+
+    def others(step: Any, weights: Any) -> int:
+        return problem(step, weights, state, H, target="h100-80g", donate=(0, 1)).others
+
+    few = 64  # bytes of the value
+    assert abs(others(ordinary, weights) - others(fused, weights) - size) < few
+    assert others(parts, weights) > others(fused, weights) + size - few
+    assert others(fused, weights) - others(fused, on_host) == size
