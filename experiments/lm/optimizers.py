@@ -59,11 +59,12 @@ def in_float32(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
 
 
-def wait(state: Any) -> None:
-    """Until what is on disk of a state is all there."""
+def hold(state: Any) -> None:
+    """For a checkpoint: until what is on disk of a state is all there, and to stay."""
     for leaf in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, jaxmem.OnDisk)):
         if isinstance(leaf, jaxmem.OnDisk):
-            leaf.wait()
+            leaf.hold()
+            return
 
 
 # ---------------------------------------------------------------- implementation

@@ -84,7 +84,7 @@ def train(program: Program, folder: Path, listener: Listener) -> list[dict[str, 
                 bar.update()
                 last = step == config.steps or listener.heard is not None
                 if last or step % config.checkpoint_every == 0:
-                    optimizers.wait(state)
+                    optimizers.hold(state)
                     checkpoints.save(step, args=ocp.args.StandardSave(_without_empty(state)))
                 listener.check()
     return rows

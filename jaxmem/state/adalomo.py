@@ -154,7 +154,7 @@ def _rows_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _columns_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1]) if len(shape) > 1 else (0,)
+    return (*shape[:-2], shape[-1]) if len(shape) > 1 else (1,)
 
 
 def _rms(array: jax.Array) -> jax.Array:

@@ -69,13 +69,19 @@ def disk_state(
     `jaxmem.value_and_update` this happens in the backward pass, layer by layer.  With
     `jaxmem.quantize_state` inside of it, a quarter of the bytes is read and written.
 
-    In the tree of the state an array on disk is a `jaxmem.OnDisk`, whose only leaf is the number
-    of updates after which it is meant: a checkpoint of parameters and state stores that, and a run
-    goes on from it if the folder still holds that step.  An update replaces the step that it was
-    given as soon as the next one begins, so give in ``every`` the number of steps between
-    checkpoints: steps that are multiples of it are on the disk before the update is over, and the
-    newest two of them are kept.  A process that is killed at any moment leaves the last whole
-    step, and those.  The disk needs room for two states, and with ``every`` for four.
+    In the tree of the state an array on disk is a `jaxmem.OnDisk`, whose only leaf says which
+    update wrote it: a checkpoint of parameters and state stores that, and a run goes on from it if
+    the folder still holds that step.  An update replaces the step that it was given as soon as the
+    next one begins.  So ``hold()`` an array of the state before a checkpoint, which keeps the step
+    on the disk, or give in ``every`` the number of steps between checkpoints: multiples of it are
+    on the disk before the update is over.  The newest two of each are kept.  To go on, restore the
+    checkpoint into what `init` would return, without calling it:
+
+        like = jax.eval_shape(optimizer.init, params)
+
+    A process that is killed at any moment leaves the last whole step, and those that are kept.  The
+    disk needs room for two states, and for those.  What ``every`` counts are updates of this
+    transformation: inside of `optax.apply_if_finite` they may be fewer than steps.
 
     Files have checksums.  The folder is used by one process at a time, on one device.  A program
     for an absent accelerator cannot call back; with `offload_state` in the place of this it
@@ -84,9 +90,10 @@ def disk_state(
     Args:
       optimizer: an optax transformation.
       folder: where the state goes; made if it is not there.
-      every: of which multiples steps are kept; None for none.
+      every: of which multiples updates are kept; None for none.
       memory: bytes of the host's memory for rows that are read ahead and written behind.
-      min_size: arrays with fewer numbers stay on the device.
+      min_size: arrays with fewer numbers stay on the device; each that does not is a file and
+        two callbacks at least.
       keep: from the path of an array in the optimizer's state, such as "0/nu/embedding", to whether
         it stays on the device.
       overwrite: whether `init` removes a state that is in the folder.
@@ -118,7 +125,7 @@ def disk_state(
             "disk_state takes an optax transformation, such as optax.adamw(1e-3), got "
             f"{described(optimizer)}"
         )
-    if not isinstance(folder, str | os.PathLike):
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise TypeError(f"folder takes a path, got {described(folder)}")
     if not (keep is None or callable(keep)):
         raise TypeError(
@@ -127,12 +134,13 @@ def disk_state(
         )
     check_flags(overwrite=overwrite, progress=progress)
     every = None if every is None else check_positive("every", every)
-    own = state_folder(folder, every, check_positive("memory", memory), overwrite)
+    own = state_folder(folder, every, check_positive("memory", memory))
     kept = _Kept(
         optax.with_extra_args_support(optimizer),
         own,
         check_positive("min_size", min_size),
         keep or (lambda path: False),
+        overwrite,
         progress,
     )
     found = DiskState(kept.init, kept.update)
@@ -149,6 +157,7 @@ class _Kept:
     folder: StateFolder
     min_size: int
     keep: Callable[[str], bool]
+    overwrite: bool
     progress: bool
 
     def init(self, params: Any) -> Any:
@@ -157,6 +166,7 @@ class _Kept:
                 f"disk_state is for one process, and there are {jax.process_count()}; keep the "
                 "state sharded in the devices' memory, or in the hosts' (jaxmem.offload_state)"
             )
+        self.folder.overwrite = self.overwrite
         types = created.shapes(self.optimizer.init, params)
         if any(map(stored.is_on_disk, stored.flatten(types)[0])):
             raise ValueError("the state is on disk already: disk_state is inside of disk_state")
@@ -165,7 +175,8 @@ class _Kept:
         tree = jax.tree.structure(types)
         if any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(params)):
             leaves = jax.tree.leaves(self.optimizer.init(jax.tree.map(_jax.on_device, params)))
-            empty = [n if n is None else OnDisk(jnp.int32(-1), layout, n) for n in numbers]
+            mark = jnp.asarray(_NOTHING, jnp.int32)
+            empty = [n if n is None else OnDisk(mark, layout, n) for n in numbers]
             return tree.unflatten(
                 [
                     leaf if on_disk is None else on_disk.with_rows(leaf, 0).finished()
@@ -179,10 +190,11 @@ class _Kept:
         with self._bar(layout) as bar:
             for leaf, number in zip(leaves, numbers, strict=True):
                 if number is not None:
+                    mark: Any = _NOTHING
                     for first, part in _parts(leaf, arrays[number]):
-                        self.folder.write(layout, number, 0, first, part)
+                        mark = self.folder.write(layout, number, mark, first, part)
                         bar.update(part.nbytes)
-                    leaf = OnDisk(jnp.int32(0), layout, number)
+                    leaf = OnDisk(jnp.asarray(mark), layout, number).finished()
                 found.append(leaf)
         return tree.unflatten(found)
 
@@ -241,6 +253,7 @@ class _Kept:
 # Numbers in a chunk, which is one file: rows of a stack have files of their own, however small
 # they are, as they are read one at a time; long rows are cut.
 _CHUNK = rows.CHUNK
+_NOTHING = (-1, 0, 0)  # the mark of an array of which nothing is written
 _STACK = 256  # an array with so many rows is taken for parameters of layers
 
 

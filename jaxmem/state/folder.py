@@ -3,7 +3,8 @@
     layout.json      which arrays there are
     lock, owner      held by the process that uses the folder, and which that is
     step-00000050/   the arrays after 50 updates: `0/`, `1/`, …, by tensorstore in zarr's format
-        whole        written last, when all of them are on the disk
+        whole        written last, when all of them are on the disk: the number of the update
+        held         for a checkpoint
 
 The rows of a step are written next to those of the step before it, which go when the next one
 begins.  So there is a whole step at any moment, and twice the state's bytes are needed.
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import socket
 import threading
@@ -61,26 +63,35 @@ class _Step:
       written: which rows are on their way or on the disk, by number; none of a whole step.
       pending: rows on their way to the disk.
       whole: done when all is on the disk.
+      ticket: number that was drawn for the update that writes it.
     """
 
     arrays: dict[int, Any] = dataclasses.field(default_factory=dict)
     written: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     pending: list[_Write] = dataclasses.field(default_factory=list)
     whole: "concurrent.futures.Future[None] | None" = None
+    ticket: int = 0
 
 
 # ---------------------------------------------------------------- API
 
 
-def state_folder(
-    path: str | os.PathLike[str], every: int | None, memory: int, overwrite: bool
-) -> "StateFolder":
-    """The folder at a path: one object in a process, as long as it is in use."""
-    real = os.path.realpath(path)
+def state_folder(path: str | os.PathLike[str], every: int | None, memory: int) -> "StateFolder":
+    """The folder at a path: one object in a process, as long as it is in use.
+
+    Raises:
+      ValueError: it is in use, and keeps other steps.
+    """
+    real = os.path.realpath(os.path.expanduser(path))
     found = _folders.get(real)
     if found is None:
         found = _folders[real] = StateFolder(Path(real))
-    found.every, found.memory, found.overwrite = every, memory, overwrite
+    elif found.is_in_use and found.every != every:
+        raise ValueError(
+            f"{real} is in use in this process with every={found.every}, got every={every}; pass "
+            "the same, or close() the optimizer that uses it first"
+        )
+    found.every, found.memory = every, memory
     return found
 
 
@@ -115,6 +126,10 @@ class StateFolder:
     def __repr__(self) -> str:
         return f"StateFolder({str(self.path)!r})"
 
+    @property
+    def is_in_use(self) -> bool:
+        return self._lock is not None
+
     def start(self, layout: Layout) -> None:
         """Begin with step 0, whose rows are then written.
 
@@ -137,6 +152,8 @@ class StateFolder:
                     "of a state; pass another folder"
                 )
             self._failure = None
+            self._reading, self._now, self._before = -1, [], []
+            self._ahead.clear()
             for step in self._all_steps():
                 self._remove(step)
             write_whole(self.path / _LAYOUT, _text_of(layout).encode())
@@ -159,6 +176,18 @@ class StateFolder:
                 step.whole.result()
         self._check()
 
+    def hold(self, step: int) -> None:
+        """Until all that was written is on the disk, of which this step is to stay.
+
+        Raises:
+          StateOnDiskError: the step is not there.
+        """
+        self.wait()
+        with self._guard:
+            if step not in self._whole_steps():
+                raise StateOnDiskError(self._is_not_there(step))
+            write_whole(self._folder(step) / _HELD, b"")
+
     def close(self) -> None:
         """Wait, and leave the folder to other processes.
 
@@ -176,17 +205,21 @@ class StateFolder:
                     self._lock.release()
                     self._lock = None
 
-    def read(self, layout: Layout, number: int, step: int, first: int, count: int) -> np.ndarray:
+    def read(self, layout: Layout, number: int, mark: Any, first: int, count: int) -> np.ndarray:
         """Rows of an array, as they are after a step.
+
+        Args:
+          mark: see `OnDisk`.
 
         Raises:
           StateOnDiskError: the step is not there, or not as it was written.
         """
         key = (number, first, count)
+        step, ticket = int(mark[0]), int(mark[1])
         with self._guard:
             self._check()
             self._open(layout)
-            self._begin_reading(step)
+            self._begin_reading(step, ticket)
             self._note(key)
             own = self._steps[step]
             pending = [write for write in own.pending if write.overlaps(key)]
@@ -194,7 +227,7 @@ class StateFolder:
                 self._read_ahead(step)
                 return pending[0].rows
             ahead = self._ahead.pop((step, key), None)
-        with self._told(f"{layout.arrays[number].path} after step {step} cannot be read", step):
+        with self._told(f"{layout.arrays[number].path} after step {step} cannot be read", but=step):
             for write in pending:
                 write.future.result()
             rows = (ahead or self._started(step, key)).result()
@@ -202,22 +235,27 @@ class StateFolder:
             self._read_ahead(step)
         return rows
 
-    def write(self, layout: Layout, number: int, step: int, first: int, rows: Any) -> None:
-        """Rows of an array, as they are to be after a step, on their way to the disk.
+    def write(self, layout: Layout, number: int, mark: Any, first: int, rows: Any) -> np.ndarray:
+        """Rows of an array, as they are to be after the next step, on their way to the disk.
+
+        Returns:
+          The mark with the number of the update that writes.
 
         Raises:
           StateOnDiskError: the step before is not there, the disk is full, or what was written
             earlier has failed.
         """
+        step, ticket, writing = int(mark[0]) + 1, int(mark[1]), int(mark[2])
         own = np.array(rows)  # what a callback is given is there for its time only
         with self._guard:
             self._check()
             key = (number, first, own.shape[0])
-            if step == 0 and not self._is_begun(step, key):
+            begun = self._is_begun(step, key, writing)
+            if step == 0 and not begun:
                 self.start(layout)
             self._open(layout)
-            if not self._is_begun(step, key):
-                self._begin_writing(step)
+            if step and not begun:
+                self._begin_writing(step, ticket)
             into = self._steps[step]
             others = [write for held in self._steps.values() for write in held.pending]
         self._wait_for_room(others, own.nbytes)
@@ -230,11 +268,12 @@ class StateFolder:
             is_last = all(rows.all() for rows in into.written.values())
             if is_last:
                 into.written = {}
-                into.whole = self._worker.submit(self._finish, step)
+                into.whole = self._worker.submit(self._finish, step, into)
         # Of a step that a checkpoint goes with, nothing is left behind.
         if is_last and into.whole and (step == 0 or (self.every and step % self.every == 0)):
             into.whole.result()
             self._check()
+        return np.asarray([step - 1, ticket, into.ticket], np.int32)
 
     # ------------------------------------------------------------ opening
 
@@ -242,7 +281,7 @@ class StateFolder:
         """Keep other processes out."""
         if self._lock is not None:
             return
-        with self._told(f"{self.path} cannot be used", None):
+        with self._told(f"{self.path} cannot be used", "pass a folder that can be written"):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(self.path / _LOCK, blocking=False, thread_local=False)
             try:
@@ -308,22 +347,32 @@ class StateFolder:
 
     # ------------------------------------------------------------ reading
 
-    def _begin_reading(self, step: int) -> None:
+    def _is_not_there(self, step: int) -> str:
+        return (
+            f"the state after step {step} is not in {self.path}, which holds that after "
+            f"{_listed(self._whole_steps())}: what is done to a state replaces it, but for steps "
+            "that are multiples of every= or held; go on from a checkpoint of one that is there, "
+            "and let every= be the number of steps between checkpoints"
+        )
+
+    def _begin_reading(self, step: int, ticket: int) -> None:
         if step not in self._steps:
-            held = self._whole_steps()
-            if step not in held:
-                raise StateOnDiskError(
-                    f"the state after step {step} is not in {self.path}, which holds that after "
-                    f"{_listed(held)}: what is done to a state replaces it, but for steps that "
-                    "are multiples of every=; go on from a checkpoint of one that is there, and "
-                    "let every= be the number of steps between checkpoints"
-                )
+            if step not in self._whole_steps():
+                raise StateOnDiskError(self._is_not_there(step))
             self._verify(step)
-            self._steps[step] = _Step()
+            number = int((self._folder(step) / _WHOLE).read_text() or 0)
+            self._steps[step] = _Step(ticket=number)
         elif self._steps[step].written:
             raise StateOnDiskError(
                 f"the update that was to write the state after step {step} to {self.path} was "
                 f"broken off; {self._go_on()}"
+            )
+        if self._steps[step].ticket != ticket:
+            raise StateOnDiskError(
+                f"the state after step {step} in {self.path} was written by another update than "
+                "the one whose result is given, from another run or from the same state a second "
+                "time: a state on disk is there once; go on with the result of the last update, "
+                "or with a checkpoint of this run"
             )
         if step != self._reading:
             self._reading = step
@@ -362,23 +411,42 @@ class StateFolder:
 
     # ------------------------------------------------------------ writing
 
-    def _is_begun(self, step: int, key: Key) -> bool:
+    def _is_begun(self, step: int, key: Key, writing: int) -> bool:
         """Whether these rows go to what is there of a step; else it is begun, or begun anew.
 
-        When rows are written again, the update that wrote them before was broken off.
-        """
-        number, first, count = key
-        own = self._steps.get(step)
-        return bool(own and own.written and not own.written[number][first : first + count].any())
+        An update writes each array from its first row to its last: when one comes again that has
+        none of its rows written by it, the update that wrote some was broken off.
 
-    def _begin_writing(self, step: int) -> None:
+        Raises:
+          StateOnDiskError: the update that they are of did not begin the step.
+        """
+        own = self._steps.get(step)
+        if own is None or not own.written:
+            begun = False
+        elif writing:
+            begun = own.ticket == writing
+        else:
+            return not own.written[key[0]].any()
+        if writing and not begun:
+            if own is not None and own.written:
+                self._remove(step)  # so that the next attempt begins with nothing
+            raise StateOnDiskError(
+                f"two updates wrote the state after step {step} to {self.path}, of which one was "
+                "broken off; do the step again"
+            )
+        return begun
+
+    def _begin_writing(self, step: int, ticket: int) -> None:
         before = step - 1
-        self._begin_reading(before)
+        self._begin_reading(before, ticket)
         whole = self._steps[before].whole
         if whole is not None:
             whole.result()
             self._check()
         held = self._whole_steps()
+        if before not in held:
+            raise StateOnDiskError(self._is_not_there(before))
+        kept = [s for s in held if (self._folder(s) / _HELD).exists() and s <= before][-2:]
         multiples = [s for s in held if self.every and s % self.every == 0 and s <= before]
         # That a run goes on from its last checkpoint is the usual thing.
         lost = [s for s in held if self.every and s % self.every == 0 and s >= step]
@@ -389,7 +457,7 @@ class StateFolder:
                 JaxmemWarning,
             )
         for other in self._all_steps():
-            if other not in (before, *multiples[-2:]):
+            if other not in (before, *kept, *multiples[-2:]):
                 self._remove(other)
         self._make(step)
 
@@ -397,7 +465,7 @@ class StateFolder:
         """An empty folder for a step, if there is room for what goes there."""
         layout = self._layout
         assert layout is not None
-        with self._told(f"{self.path} cannot be written", None):
+        with self._told(f"{self.path} cannot be written", "pass a folder that can be written"):
             free = shutil.disk_usage(self.path).free
             if layout.bytes <= free:
                 self._folder(step).mkdir()
@@ -408,7 +476,7 @@ class StateFolder:
                 "whole); make room there, or let jaxmem.quantize_state store it in 8 bits"
             )
         written = {n: np.zeros(array.shape[0], bool) for n, array in enumerate(layout.arrays)}
-        self._steps[step] = _Step(written=written)
+        self._steps[step] = _Step(written=written, ticket=secrets.randbelow(2**31 - 1) + 1)
 
     def _wait_for_room(self, others: Sequence[_Write], wanted: int) -> None:
         todo = [write for write in others if not write.future.done()]
@@ -416,7 +484,7 @@ class StateFolder:
         for write in todo:
             if held <= self.memory // 2:
                 return
-            with self._told(f"{self.path} cannot be written", None):
+            with self._told(f"{self.path} cannot be written"):
                 write.future.result()
             held -= write.rows.nbytes
 
@@ -427,33 +495,39 @@ class StateFolder:
             self._failure = write.future.exception()
         return False
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int, own: _Step) -> None:
         """When all rows are on the disk, say so there."""
-        own = self._steps[step]
         try:
             for write in own.pending:
                 write.future.result()
             if self._failure is None:
-                write_whole(self._folder(step) / _WHOLE, b"")
+                write_whole(self._folder(step) / _WHOLE, str(own.ticket).encode())
                 own.pending = []
         except BaseException as error:  # told by `_check`
             self._failure = error
 
     def _check(self) -> None:
-        if self._failure is not None:
-            with self._told(f"{self.path} cannot be written", None):
-                raise self._failure
+        """Raises what went wrong on the way to the disk, once: then a step may begin anew."""
+        if self._failure is None:
+            return
+        error, self._failure = self._failure, None
+        with self._guard:
+            held = self._whole_steps()
+            for step in [step for step in self._steps if step not in held]:
+                self._remove(step)
+        with self._told(f"{self.path} cannot be written"):
+            raise error
 
     @contextlib.contextmanager
-    def _told(self, what: str, step: int | None) -> Iterator[None]:
-        """In the words of this file, what the disk or tensorstore refuse."""
+    def _told(self, what: str, then: str | None = None, but: int | None = None) -> Iterator[None]:
+        """In the words of this file, what the disk or tensorstore refuse, and what to do then."""
         try:
             yield
         except StateOnDiskError:
             raise
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).split(" [")[0]
-            raise StateOnDiskError(f"{what}: {reason}; {self._go_on(step)}") from error
+            raise StateOnDiskError(f"{what}: {reason}; {then or self._go_on(but)}") from error
 
     # ------------------------------------------------------------ files
 
@@ -478,15 +552,21 @@ class StateFolder:
         return [step for step in self._all_steps() if (self._folder(step) / _WHOLE).exists()]
 
     def _remove(self, step: int) -> None:
-        for write in self._steps.pop(step, _Step()).pending:
-            write.future.exception()  # which waits: it must not write to what is gone
-        (self._folder(step) / _WHOLE).unlink(missing_ok=True)
-        shutil.rmtree(self._folder(step))
+        own = self._steps.pop(step, _Step())
+        if own.whole is not None:
+            own.whole.exception()  # which waits: nothing must be written to what is gone
+        for write in own.pending:
+            write.future.exception()
+        with self._told(f"{self._folder(step)} cannot be removed", "see who uses it"):
+            if self._folder(step).exists():
+                (self._folder(step) / _WHOLE).unlink(missing_ok=True)
+                shutil.rmtree(self._folder(step))
 
 
 # ---------------------------------------------------------------- implementation
 
-_LAYOUT, _LOCK, _OWNER, _WHOLE = "layout.json", "lock", "owner", "whole"
+_LAYOUT, _LOCK, _OWNER = "layout.json", "lock", "owner"
+_WHOLE, _HELD = "whole", "held"
 _STEP = re.compile(r"step-(\d{8,})")
 _DIGEST = 4  # bytes of the checksum after each chunk
 _folders: "weakref.WeakValueDictionary[str, StateFolder]" = weakref.WeakValueDictionary()

@@ -274,8 +274,8 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "sign": lambda x: (-1.0 if x[0] < 0 else 0.0, 1.0 if x[1] > 0 else 0.0),
     "pow": _pow,
     "clamp": lambda low, x, high: (
-        min(max(x[0], low[0]), high[1]),
-        max(min(x[1], high[1]), low[0]),
+        min(max(x[0], low[0]), high[0]),
+        min(max(x[1], low[1]), high[1]),
     ),
     "pad": lambda x, y: _hull(x, y),
     "eq": lambda x, y: (0.0, 1.0),

@@ -160,7 +160,7 @@ class _Masters:
         dtype = jnp.dtype(f"int{self.bits}")
         return MasterWeightsState(
             jax.tree.map(
-                lambda p: jnp.zeros_like(p, dtype) if _is_half(p) else jnp.zeros((0,), dtype),
+                lambda p: jnp.zeros_like(p, dtype) if _is_half(p) else jnp.zeros((1,), dtype),
                 params,
             ),
             self.optimizer.init(jax.tree.map(_wide, params)),
@@ -286,7 +286,7 @@ def _check(params: Any, correction: Any, bits: int | None) -> None:
     """Raises `ValueError` if these are no corrections of these parameters, of so many bits."""
     _check_types(params)
     like = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(jnp.shape(p) if _is_half(p) else (0,), jnp.int8), params
+        lambda p: jax.ShapeDtypeStruct(jnp.shape(p) if _is_half(p) else (1,), jnp.int8), params
     )
     found = difference(correction, like, ("the state's correction", "one of these parameters"))
     if found:

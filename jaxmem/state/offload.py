@@ -40,6 +40,9 @@ def offload_state(
     happens in the backward pass, layer by layer, while other layers are computed.  With
     `jaxmem.quantize_state` inside of it, a quarter of the bytes go to and fro.
 
+    Restore a checkpoint into a live state as the template (``optimizer.init(params)``): what
+    `jax.eval_shape` returns does not say where arrays are.
+
     Donate the state together with the parameters, as ever, or the host holds it twice.  A jitted
     `init` makes the state on the device first, where it must fit for that moment; without
     `jax.jit` it makes one array after the other.

@@ -53,7 +53,7 @@ def quantize_state(
     Args:
       optimizer: an optax transformation.
       codec: "dynamic", the paper's; "companding", without a table; or a value such as
-        `jaxmem.Dynamic(block=512)`.
+        `jaxmem.Dynamic(block=512)`.  The same for all of a run: codes do not say whose they are.
       block: how many numbers share a scale; None for the codec's own, 256 or 32.
       min_size: arrays with fewer numbers stay as they are.
       keep: from the path of an array in the optimizer's state, such as "0/nu/embedding", to whether

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.experimental import io_callback
 
 from jaxmem import _jax
@@ -24,16 +24,16 @@ from jaxmem import _jax
 class Folder(Protocol):
     """What reads and writes rows of the arrays of one state."""
 
-    def read(self, layout: "Layout", number: int, step: int, first: int, count: int) -> np.ndarray:
-        """Rows of an array, as they are after a step."""
+    def read(self, layout: "Layout", number: int, mark: Any, first: int, count: int) -> np.ndarray:
+        """Rows of an array."""
         ...
 
-    def write(self, layout: "Layout", number: int, step: int, first: int, rows: Any) -> None:
-        """Rows of an array, as they are to be after a step."""
+    def write(self, layout: "Layout", number: int, mark: Any, first: int, rows: Any) -> np.ndarray:
+        """Rows of an array, as they are to be after the next step; the mark to go on with."""
         ...
 
-    def wait(self) -> None:
-        """Until all that was written is on the disk."""
+    def hold(self, step: int) -> None:
+        """Until all that was written is on the disk, of which this step is to stay."""
         ...
 
 
@@ -86,16 +86,25 @@ class OnDisk:
     In a tree it has one leaf, which is what a checkpoint stores of it.
 
     Attributes:
-      step: int32, after how many updates the array is meant; the folder holds that.  In
-        `in_host_memory`, the array.
+      mark: int32[3]: after how many updates the array is meant; a number that was drawn for the
+        update that wrote it, by which it is told from others after as many; and within an update,
+        the number of that one, else 0.  In `in_host_memory`, the array.
+      step: the first of these.
       shape, dtype: of the array on disk.
     """
 
-    def __init__(self, step: Any, layout: Layout, number: int) -> None:
-        self.step, self.layout, self.number = step, layout, number
+    def __init__(self, mark: Any, layout: Layout, number: int, is_in_memory: bool = False) -> None:
+        self.mark, self.layout, self.number = mark, layout, number
+        self._is_in_memory = is_in_memory
 
     def __repr__(self) -> str:
-        return f"OnDisk({self.dtype}{list(self.shape)} after step {self.step})"
+        known = isinstance(self.mark, jax.Array) and not isinstance(self.mark, core.Tracer)
+        when = f" after step {self.step}" if known and not self._is_in_memory else ""
+        return f"OnDisk({self.dtype}{list(self.shape)}{when})"
+
+    @property
+    def step(self) -> Any:
+        return self.mark[0]
 
     @property
     def _own(self) -> Array:
@@ -122,57 +131,67 @@ class OnDisk:
         spec = jax.sharding.PartitionSpec()
         place = jax.sharding.NamedSharding(mesh, spec, memory_kind="pinned_host")
         like = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=place)
-        return OnDisk(like, self.layout, self.number)
+        return OnDisk(like, self.layout, self.number, is_in_memory=True)
 
-    @property
-    def _is_in_memory(self) -> bool:
-        return jnp.ndim(self.step) > 0
+    def hold(self) -> None:
+        """For a checkpoint: wait until the state is on the disk, and keep this step there.
 
-    def wait(self) -> None:
-        """Until all that was written of the state is on the disk, as before a checkpoint.
+        The newest two steps that were held are kept.
 
         Raises:
-          jaxmem.StateOnDiskError: some of it could not be written.
+          jaxmem.StateOnDiskError: the step is not there, or could not be written.
         """
-        jax.block_until_ready(self.step)
-        self.layout.folder.wait()
+        self.layout.folder.hold(int(self.step))
 
     def rows(self, index: Any, count: int) -> jax.Array:
         """Some rows, read from disk when the program gets there."""
         if self._is_in_memory:
-            return _jax.on_device(lax.dynamic_slice_in_dim(self.step, index, count))
+            return _jax.on_device(lax.dynamic_slice_in_dim(self.mark, index, count))
         layout, number = self.layout, self.number
 
-        def read(step: Any, index: Any) -> np.ndarray:
-            return layout.folder.read(layout, number, int(step), int(index), count)
+        def read(mark: Any, index: Any) -> np.ndarray:
+            return layout.folder.read(layout, number, np.asarray(mark), int(index), count)
 
         like = jax.ShapeDtypeStruct((count, *self.shape[1:]), self.dtype)
-        return io_callback(read, like, self.step, jnp.int32(index))
+        return io_callback(read, like, self._own_mark(), jnp.int32(index))
 
     def with_rows(self, rows: Any, index: Any) -> "OnDisk":
         """The array of which some rows of the next step are written."""
         layout, number = self.layout, self.number
         if self._is_in_memory:
             rows = jax.device_put(rows, _jax.HOST)
-            new = lax.dynamic_update_slice_in_dim(self.step, rows, index, 0)
-            return OnDisk(new, layout, number)
+            new = lax.dynamic_update_slice_in_dim(self.mark, rows, index, 0)
+            return OnDisk(new, layout, number, is_in_memory=True)
 
-        def write(step: Any, index: Any, rows: Any) -> Any:
-            layout.folder.write(layout, number, int(step) + 1, int(index), rows)
-            return np.int32(step)  # what reads the next step's rows waits for this
+        def write(mark: Any, index: Any, rows: Any) -> np.ndarray:
+            # What reads the next step's rows waits for the result.
+            return layout.folder.write(layout, number, np.asarray(mark), int(index), rows)
 
-        like = jax.ShapeDtypeStruct((), jnp.int32)
-        return OnDisk(io_callback(write, like, self.step, jnp.int32(index), rows), layout, number)
+        like = jax.ShapeDtypeStruct((3,), jnp.int32)
+        mark = io_callback(write, like, self._own_mark(), jnp.int32(index), rows)
+        return OnDisk(mark, layout, number)
 
     def finished(self) -> "OnDisk":
         """The array after the step of which all rows are written."""
-        return self if self._is_in_memory else OnDisk(self.step + 1, self.layout, self.number)
+        if self._is_in_memory:
+            return self
+        mark = jnp.stack([self.mark[0] + 1, self.mark[2], jnp.int32(0)])
+        return OnDisk(mark, self.layout, self.number)
+
+    def _own_mark(self) -> Any:
+        if jnp.shape(self.mark) != (3,):
+            raise ValueError(
+                f"the mark of {self._own.path} on disk has the shape {jnp.shape(self.mark)} and "
+                "not (3,): a state on disk is one, and cannot go through jax.vmap"
+            )
+        return self.mark
 
     def tree_flatten_with_keys(self) -> tuple[Sequence[Any], Hashable]:
-        return [(jax.tree_util.GetAttrKey("step"), self.step)], (self.layout, self.number)
+        children, aux = self.tree_flatten()
+        return [(jax.tree_util.GetAttrKey("mark"), children[0])], aux
 
     def tree_flatten(self) -> tuple[Sequence[Any], Hashable]:
-        return [self.step], (self.layout, self.number)
+        return [self.mark], (self.layout, self.number, self._is_in_memory)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> "OnDisk":

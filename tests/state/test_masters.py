@@ -319,7 +319,7 @@ def test_arrays_that_are_donated_and_float32_parameters() -> None:
     params = jax.tree.map(jnp.copy, PARAMS)
     optimizer = master_weights(ADAMW)
     state: Any = optimizer.init(params)
-    assert state.correction["layers"]["b"].shape == (0,)
+    assert state.correction["layers"]["b"].shape == (1,)
     chex.assert_trees_all_equal_shapes_and_dtypes(state.inner_state[0].mu, FLOATS)
     step = jax.jit(jaxmem.value_and_update(language_loss, optimizer), donate_argnums=(0, 1))
     _, after, new = step(params, state, TOKENS)
