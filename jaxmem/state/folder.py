@@ -1,11 +1,5 @@
 """A folder with the arrays of an optimizer's state, and what is read ahead and written behind.
 
-    layout.json      which arrays there are
-    lock, owner      held by the process that uses the folder, and which that is
-    step-00000050/   the arrays after 50 updates: `0/`, `1/`, …, by tensorstore in zarr's format
-        whole        written last, when all of them are on the disk: the number of the update
-        held         for a checkpoint
-
 The rows of a step are written next to those of the step before it, which go when the next one
 begins.  So there is a whole step at any moment, and twice the state's bytes are needed.
 """
@@ -13,11 +7,7 @@ begins.  So there is a whole step at any moment, and twice the state's bytes are
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
-import json
-import math
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -33,7 +23,8 @@ import numpy as np
 from jaxmem._util.files import write_whole
 from jaxmem._util.text import size
 from jaxmem.errors import JaxmemWarning, StateOnDiskError, warn
-from jaxmem.state.stored import Array, Layout
+from jaxmem.state.files import LAYOUT, LOCK, OWNER, StateFiles, listed
+from jaxmem.state.stored import Layout
 
 # ---------------------------------------------------------------- types
 
@@ -107,6 +98,7 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._files = StateFiles(path)
         self.every: int | None = None
         self.memory = 2**30
         self.overwrite = False
@@ -138,32 +130,32 @@ class StateFolder:
         """
         with self._guard:
             self._take()
-            held = self._whole_steps()
+            held = self._files.whole_steps()
             if held and not self.overwrite:
                 raise StateOnDiskError(
-                    f"{self.path} holds a state already, after {_listed(held)}; to go on from it, "
+                    f"{self.path} holds a state already, after {listed(held)}; to go on from it, "
                     "take the state from your checkpoint in the place of init's (its arrays say "
                     "which step they are of), and to start anew pass another folder, or "
                     "overwrite=True"
                 )
-            if self._all_steps() and not (self.path / _LAYOUT).exists():
+            if self._files.all_steps() and not self._files.has_layout():
                 raise StateOnDiskError(
-                    f"{self.path} holds {self._folder(self._all_steps()[0]).name}, which is not "
-                    "of a state; pass another folder"
+                    f"{self._files.folder(self._files.all_steps()[0])} is there, and is not of a "
+                    "state; pass another folder"
                 )
             self._failure = None
             self._reading, self._now, self._before = -1, [], []
             self._ahead.clear()
-            for step in self._all_steps():
+            for step in self._files.all_steps():
                 self._remove(step)
-            write_whole(self.path / _LAYOUT, _text_of(layout).encode())
+            self._files.write_layout(layout)
             self._layout = layout
             self._make(0)
 
     def steps(self) -> tuple[int, ...]:
         """The whole steps that the folder holds."""
         self.wait()
-        return tuple(self._whole_steps())
+        return tuple(self._files.whole_steps())
 
     def wait(self) -> None:
         """Until all that was written is on the disk.
@@ -184,9 +176,9 @@ class StateFolder:
         """
         self.wait()
         with self._guard:
-            if step not in self._whole_steps():
+            if step not in self._files.whole_steps():
                 raise StateOnDiskError(self._is_not_there(step))
-            write_whole(self._folder(step) / _HELD, b"")
+            self._files.say_held(step)
 
     def close(self) -> None:
         """Wait, and leave the folder to other processes.
@@ -283,17 +275,17 @@ class StateFolder:
             return
         with self._told(f"{self.path} cannot be used", "pass a folder that can be written"):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(self.path / _LOCK, blocking=False, thread_local=False)
+            lock = filelock.FileLock(self.path / LOCK, blocking=False, thread_local=False)
             try:
                 lock.acquire()
             except filelock.Timeout:
-                by = (self.path / _OWNER).read_text().strip()
+                by = (self.path / OWNER).read_text().strip()
                 raise StateOnDiskError(
                     f"{self.path} is in use by another process ({by}): two would overwrite each "
                     "other's state; stop that one, or pass another folder"
                 ) from None
             owner = f"process {os.getpid()} on {socket.gethostname()}\n"
-            write_whole(self.path / _OWNER, owner.encode())
+            write_whole(self.path / OWNER, owner.encode())
         self._lock = lock
 
     def _open(self, layout: Layout) -> None:
@@ -301,67 +293,46 @@ class StateFolder:
         self._take()
         if layout is self._layout or layout == self._layout:
             return
-        try:
-            text = (self.path / _LAYOUT).read_text()
-        except FileNotFoundError:
+        if not self._files.has_layout():
             raise StateOnDiskError(
-                f"{self.path} holds no state ({_LAYOUT} is missing): start with the state that "
+                f"{self.path} holds no state ({LAYOUT} is missing): start with the state that "
                 "init returns, or pass the folder of the run that is to go on"
-            ) from None
-        if text != _text_of(layout):
+            )
+        different = self._files.difference(layout)
+        if different:
             raise StateOnDiskError(
                 f"{self.path} holds the state of another optimizer or other parameters: "
-                f"{_difference(text, layout)}; pass another folder, or overwrite=True and start "
-                "with the state that init returns"
+                f"{different}; pass another folder, or overwrite=True and start with the state "
+                "that init returns"
             )
         self._layout = layout
 
-    def _verify(self, step: int) -> None:
-        """That no file of a step is missing or cut off; what is in them is checked when read."""
-        assert self._layout is not None
-        for number, array in enumerate(self._layout.arrays):
-            chunks = zip(array.shape, array.chunk, strict=True)
-            expected = math.prod(-(-length // chunk) for length, chunk in chunks)
-            bytes_each = math.prod(array.chunk) * array.itemsize + _DIGEST
-            top = self._folder(step) / str(number) / "c"
-            files = [Path(at, name) for at, _, names in os.walk(top) for name in names]
-            sizes = {file: file.stat().st_size for file in files}
-            wrong = [file for file in files if sizes[file] != bytes_each]
-            if wrong:
-                raise StateOnDiskError(
-                    f"{wrong[0]}, of {array.path}, has {sizes[wrong[0]]} bytes in the place of "
-                    f"{bytes_each}: it was cut off or written to; {self._go_on(step)}"
-                )
-            if len(files) != expected:
-                raise StateOnDiskError(
-                    f"{top} has {len(files)} files of {array.path} in the place of {expected}; "
-                    f"{self._go_on(step)}"
-                )
-
     def _go_on(self, but: int | None = None) -> str:
         """What to do when a step is lost."""
-        held = [step for step in self._whole_steps() if step != but]
+        held = [step for step in self._files.whole_steps() if step != but]
         if not held:
             return f"there is no other whole step in {self.path}, so that the run has to start anew"
-        return f"go on from a checkpoint of another whole step that is there, {_listed(held)}"
+        return f"go on from a checkpoint of another whole step that is there, {listed(held)}"
 
     # ------------------------------------------------------------ reading
 
     def _is_not_there(self, step: int) -> str:
         return (
             f"the state after step {step} is not in {self.path}, which holds that after "
-            f"{_listed(self._whole_steps())}: what is done to a state replaces it, but for steps "
-            "that are multiples of every= or held; go on from a checkpoint of one that is there, "
-            "and let every= be the number of steps between checkpoints"
+            f"{listed(self._files.whole_steps())}: what is done to a state replaces it, but for "
+            "steps that are multiples of every= or held; go on from a checkpoint of one that is "
+            "there, and let every= be the number of steps between checkpoints"
         )
 
     def _begin_reading(self, step: int, ticket: int) -> None:
         if step not in self._steps:
-            if step not in self._whole_steps():
+            if step not in self._files.whole_steps():
                 raise StateOnDiskError(self._is_not_there(step))
-            self._verify(step)
-            number = int((self._folder(step) / _WHOLE).read_text() or 0)
-            self._steps[step] = _Step(ticket=number)
+            assert self._layout is not None
+            damage = self._files.damage(self._layout, step)
+            if damage:
+                raise StateOnDiskError(f"{damage}; {self._go_on(step)}")
+            self._steps[step] = _Step(ticket=self._files.ticket(step))
         elif self._steps[step].written:
             raise StateOnDiskError(
                 f"the update that was to write the state after step {step} to {self.path} was "
@@ -414,8 +385,8 @@ class StateFolder:
     def _is_begun(self, step: int, key: Key, writing: int) -> bool:
         """Whether these rows go to what is there of a step; else it is begun, or begun anew.
 
-        An update writes each array from its first row to its last: when one comes again that has
-        none of its rows written by it, the update that wrote some was broken off.
+        In an update, each array's first write has no number of it yet, and the others have: when
+        there is none, and rows of the array are written, the update that did it was broken off.
 
         Raises:
           StateOnDiskError: the update that they are of did not begin the step.
@@ -443,20 +414,20 @@ class StateFolder:
         if whole is not None:
             whole.result()
             self._check()
-        held = self._whole_steps()
+        held = self._files.whole_steps()
         if before not in held:
             raise StateOnDiskError(self._is_not_there(before))
-        kept = [s for s in held if (self._folder(s) / _HELD).exists() and s <= before][-2:]
+        kept = [s for s in self._files.held_steps() if s <= before][-2:]
         multiples = [s for s in held if self.every and s % self.every == 0 and s <= before]
         # That a run goes on from its last checkpoint is the usual thing.
         lost = [s for s in held if self.every and s % self.every == 0 and s >= step]
         if lost:
             warn(
-                f"{self.path}: the state after {_listed(lost)} is removed, for the run goes on "
+                f"{self.path}: the state after {listed(lost)} is removed, for the run goes on "
                 f"from step {before}",
                 JaxmemWarning,
             )
-        for other in self._all_steps():
+        for other in self._files.all_steps():
             if other not in (before, *kept, *multiples[-2:]):
                 self._remove(other)
         self._make(step)
@@ -468,7 +439,7 @@ class StateFolder:
         with self._told(f"{self.path} cannot be written", "pass a folder that can be written"):
             free = shutil.disk_usage(self.path).free
             if layout.bytes <= free:
-                self._folder(step).mkdir()
+                self._files.folder(step).mkdir()
         if layout.bytes > free:
             raise StateOnDiskError(
                 f"the state after step {step} needs {size(layout.bytes)} on the disk of "
@@ -501,7 +472,7 @@ class StateFolder:
             for write in own.pending:
                 write.future.result()
             if self._failure is None:
-                write_whole(self._folder(step) / _WHOLE, str(own.ticket).encode())
+                self._files.say_whole(step, own.ticket)
                 own.pending = []
         except BaseException as error:  # told by `_check`
             self._failure = error
@@ -512,7 +483,7 @@ class StateFolder:
             return
         error, self._failure = self._failure, None
         with self._guard:
-            held = self._whole_steps()
+            held = self._files.whole_steps()
             for step in [step for step in self._steps if step not in held]:
                 self._remove(step)
         with self._told(f"{self.path} cannot be written"):
@@ -537,95 +508,21 @@ class StateFolder:
         if number not in own.arrays:
             assert self._layout is not None
             array = self._layout.arrays[number]
-            folder = self._folder(step) / str(number)
-            own.arrays[number] = _opened(folder, array, make=bool(own.written))
+            own.arrays[number] = self._files.opened(step, number, array, make=bool(own.written))
         return own.arrays[number]
-
-    def _folder(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}"
-
-    def _all_steps(self) -> list[int]:
-        names = os.listdir(self.path) if self.path.is_dir() else []
-        return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
-
-    def _whole_steps(self) -> list[int]:
-        return [step for step in self._all_steps() if (self._folder(step) / _WHOLE).exists()]
 
     def _remove(self, step: int) -> None:
         own = self._steps.pop(step, _Step())
+        self._ahead = {key: value for key, value in self._ahead.items() if key[0] != step}
+        self._reading = -1 if self._reading == step else self._reading
         if own.whole is not None:
             own.whole.exception()  # which waits: nothing must be written to what is gone
         for write in own.pending:
             write.future.exception()
-        with self._told(f"{self._folder(step)} cannot be removed", "see who uses it"):
-            if self._folder(step).exists():
-                (self._folder(step) / _WHOLE).unlink(missing_ok=True)
-                shutil.rmtree(self._folder(step))
+        with self._told(f"{self._files.folder(step)} cannot be removed", "see who uses it"):
+            self._files.remove(step)
 
 
 # ---------------------------------------------------------------- implementation
 
-_LAYOUT, _LOCK, _OWNER = "layout.json", "lock", "owner"
-_WHOLE, _HELD = "whole", "held"
-_STEP = re.compile(r"step-(\d{8,})")
-_DIGEST = 4  # bytes of the checksum after each chunk
 _folders: "weakref.WeakValueDictionary[str, StateFolder]" = weakref.WeakValueDictionary()
-
-
-@functools.cache
-def _context() -> Any:
-    import tensorstore
-
-    return tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-
-
-def _opened(folder: Path, array: Array, make: bool) -> Any:
-    import tensorstore
-
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": str(folder)},
-        "fill_missing_data_reads": False,
-        "store_data_equal_to_fill_value": True,
-        "metadata": {
-            "shape": list(array.shape),
-            "data_type": array.dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
-            "codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}},
-                {"name": "crc32c"},
-            ],
-        },
-    }
-    return tensorstore.open(spec, context=_context(), create=make, open=not make).result()
-
-
-def _text_of(layout: Layout) -> str:
-    arrays = [dataclasses.asdict(array) for array in layout.arrays]
-    return json.dumps({"format": 1, "arrays": arrays}, indent=1)
-
-
-def _difference(text: str, layout: Layout) -> str:
-    """The first array in which what a folder holds differs from what is asked for."""
-    try:
-        held = {array["path"]: array for array in json.loads(text)["arrays"]}
-    except (ValueError, KeyError, TypeError):
-        return f"{_LAYOUT} cannot be read"
-
-    def told(array: Any) -> str:
-        return f"{array['dtype']}{list(array['shape'])}"
-
-    for array in layout.arrays:
-        wanted, found = dataclasses.asdict(array), held.pop(array.path, None)
-        if found is None:
-            return f"{array.path} is not there"
-        if told(found) != told(wanted):
-            return f"{array.path} is {told(found)} there and {told(wanted)} here"
-    return f"{next(iter(held))} is there, and not here" if held else "its files are cut otherwise"
-
-
-def _listed(steps: Sequence[int]) -> str:
-    if not steps:
-        return "no step"
-    *first, last = map(str, steps)
-    return f"steps {', '.join(first)} and {last}" if first else f"step {last}"

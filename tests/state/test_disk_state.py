@@ -736,6 +736,8 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, closed: list[Any]) -> 
     other.write_text("mine")
     optimizer = jaxmem.disk_state(optax.adam(0.1), tmp_path, min_size=16, overwrite=True)
     closed.append(optimizer)
-    with pytest.raises(jaxmem.StateOnDiskError, match="holds step-00000100, which is not of a st"):
+    with pytest.raises(
+        jaxmem.StateOnDiskError, match="step-00000100 is there, and is not of a state"
+    ):
         optimizer.init(SMALL)
     assert other.read_text() == "mine"

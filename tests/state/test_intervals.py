@@ -52,6 +52,17 @@ def half_adam(update: Callable[[Any, Any], Any]) -> optax.GradientTransformation
 ADAM = {"0/mu": "±", "0/nu": "+"}
 
 
+def test_bounds_of_a_clamp_may_vary() -> None:
+    def update(v: Any, g: Any) -> Any:
+        return jax.lax.clamp(-jnp.abs(g), 0.9 * v + jnp.square(g), -0.5 * jnp.abs(g))
+
+    def positive(v: Any, g: Any) -> Any:
+        return jax.lax.clamp(jnp.abs(g), v, 2 * jnp.abs(g))
+
+    assert set(signs(half_adam(update)).values()) == {"±"}
+    assert set(signs(half_adam(positive)).values()) == {"+"}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
