@@ -25,8 +25,8 @@ class MasterWeightsState(NamedTuple):
     """What `master_weights` remembers.
 
     Attributes:
-      correction: of each parameter in bfloat16, int8 or int16 of its shape; of others an array
-        without numbers.
+      correction: of each parameter in bfloat16, int8 or int16 of its shape; of others one zero,
+        as checkpoints take no array without numbers.
       inner_state: of the optimizer, as for parameters in float32.
     """
 
