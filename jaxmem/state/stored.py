@@ -226,10 +226,10 @@ def types(tree: Any) -> Any:
 
 
 def rows_of(array: Any, index: Any, count: int) -> jax.Array:
-    """Some rows, on the device."""
+    """Some rows, in the memory where the array is; of one on disk on the device."""
     if is_on_disk(array):
         return array.rows(index, count)
-    return _jax.on_device(lax.dynamic_slice_in_dim(array, index, count))
+    return lax.dynamic_slice_in_dim(array, index, count)
 
 
 def with_rows(array: Any, rows: Any, index: Any) -> Any:
