@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
@@ -85,7 +84,7 @@ def train(program: Program, folder: Path, listener: Listener) -> list[dict[str, 
                 last = step == config.steps or listener.heard is not None
                 if last or step % config.checkpoint_every == 0:
                     optimizers.hold(state)
-                    checkpoints.save(step, args=ocp.args.StandardSave(_without_empty(state)))
+                    checkpoints.save(step, args=ocp.args.StandardSave(state))
                 listener.check()
     return rows
 
@@ -102,17 +101,9 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
         shapes(config),
     )
-    held = checkpoints.restore(done, args=ocp.args.StandardRestore(_without_empty(like)))
-    state = jax.tree.map(
-        lambda leaf, found: found if leaf.size else jnp.zeros(leaf.shape, leaf.dtype), like, held
-    )
+    state = checkpoints.restore(done, args=ocp.args.StandardRestore(like))
     assert isinstance(state, State)
     return done, state
-
-
-def _without_empty(state: Any) -> Any:
-    """The state without arrays that have no numbers, as AdaLomo's; orbax takes none."""
-    return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
 
 
 def _rows_until(step: int, path: Path) -> list[dict[str, Any]]:

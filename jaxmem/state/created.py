@@ -64,7 +64,7 @@ def in_its_form(state: Any, init: Any, params: Any) -> Any:
     """
     if not nnx_is_used():
         return state
-    wanted = jax.eval_shape(init, params)
+    wanted = shapes(init, params)
     leaves, tree = jax.tree.flatten(state)
     if tree == jax.tree.structure(wanted) or leaf_names(state) != leaf_names(wanted):
         return state

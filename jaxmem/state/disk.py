@@ -23,6 +23,7 @@ from jaxmem.state import created, rows, stored
 from jaxmem.state.folder import StateFolder, state_folder
 from jaxmem.state.stored import Array, Layout, OnDisk
 from jaxmem.state.update import is_as_a_whole
+from jaxmem.state.wrapping import check_keep, check_optimizer
 
 # ---------------------------------------------------------------- types
 
@@ -120,18 +121,10 @@ def disk_state(
     (OnDisk(float32[64, 512] after step 1), (512,), (0, 1))
     >>> adam.close(); folder.cleanup()
     """
-    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
-        raise TypeError(
-            "disk_state takes an optax transformation, such as optax.adamw(1e-3), got "
-            f"{described(optimizer)}"
-        )
+    check_optimizer("disk_state", optimizer)
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise TypeError(f"folder takes a path, got {described(folder)}")
-    if not (keep is None or callable(keep)):
-        raise TypeError(
-            "keep takes a function from the path of an array in the state to whether it stays on "
-            f"the device, got {described(keep)}"
-        )
+    check_keep(keep, "stays on the device")
     check_flags(overwrite=overwrite, progress=progress)
     every = None if every is None else check_positive("every", every)
     own = state_folder(folder, every, check_positive("memory", memory))

@@ -51,7 +51,8 @@ class _Step:
 
     Attributes:
       arrays: opened, by number.
-      written: which rows are on their way or on the disk, by number; none of a whole step.
+      written: of arrays that are not complete, which rows are on their way or on the disk, by
+        number; none of a whole step.
       pending: rows on their way to the disk.
       whole: done when all is on the disk.
       ticket: number that was drawn for the update that writes it.
@@ -257,9 +258,10 @@ class StateFolder:
             into.pending = [*filter(self._is_pending, into.pending)]
             into.pending.append(_Write(key, own, future))
             into.written[number][first : first + own.shape[0]] = True
-            is_last = all(rows.all() for rows in into.written.values())
+            if into.written[number].all():
+                into.written.pop(number)
+            is_last = not into.written
             if is_last:
-                into.written = {}
                 into.whole = self._worker.submit(self._finish, step, into)
         # Of a step that a checkpoint goes with, nothing is left behind.
         if is_last and into.whole and (step == 0 or (self.every and step % self.every == 0)):
@@ -397,7 +399,8 @@ class StateFolder:
         elif writing:
             begun = own.ticket == writing
         else:
-            return not own.written[key[0]].any()
+            rows = own.written.get(key[0])
+            return rows is not None and not rows.any()
         if writing and not begun:
             if own is not None and own.written:
                 self._remove(step)  # so that the next attempt begins with nothing

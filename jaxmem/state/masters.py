@@ -17,6 +17,7 @@ from jax import lax
 from jaxmem import _jax
 from jaxmem.accumulate.trees import described, difference, leaf_names
 from jaxmem.errors import JaxmemWarning, warn
+from jaxmem.state.wrapping import check_optimizer
 
 # ---------------------------------------------------------------- types
 
@@ -122,11 +123,7 @@ def master_weights(optimizer: Any, *, bits: int = 8) -> optax.GradientTransforma
     >>> float(params["w"][0, 0]), round(float(state.masters(params)["w"][0, 0]), 4)
     (0.99609375, 0.997)
     """
-    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
-        raise TypeError(
-            "master_weights takes an optax transformation, such as optax.adamw(1e-3), got "
-            f"{described(optimizer)}"
-        )
+    check_optimizer("master_weights", optimizer)
     if isinstance(bits, bool) or not isinstance(bits, int):
         raise TypeError(f"master_weights: bits must be 8 or 16, got {described(bits)}")
     if bits not in _BITS.values():

@@ -15,10 +15,11 @@ import optax
 from jax import core
 
 from jaxmem import _jax
-from jaxmem.accumulate.trees import described, leaf_names
+from jaxmem.accumulate.trees import leaf_names
 from jaxmem.errors import OffloadWarning, check_positive, warn
 from jaxmem.state import created, rows, stored
 from jaxmem.state.update import is_as_a_whole
+from jaxmem.state.wrapping import check_keep, check_optimizer
 from jaxmem.trace.context import platform
 
 # ---------------------------------------------------------------- API
@@ -73,16 +74,8 @@ def offload_state(
     >>> state[0].nu["w"].sharding.memory_kind, state[0].nu["b"].sharding.memory_kind
     ('pinned_host', 'device')
     """
-    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
-        raise TypeError(
-            "offload_state takes an optax transformation, such as optax.adamw(1e-3), got "
-            f"{described(optimizer)}"
-        )
-    if not (keep is None or callable(keep)):
-        raise TypeError(
-            "keep takes a function from the path of an array in the state to whether it stays on "
-            f"the device, got {described(keep)}"
-        )
+    check_optimizer("offload_state", optimizer)
+    check_keep(keep, "stays on the device")
     offloaded = _Offloaded(
         optax.with_extra_args_support(optimizer),
         check_positive("min_size", min_size),

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.accumulate.trees import described, difference, leaf_names, own_zero
+from jaxmem.accumulate.trees import difference, leaf_names, own_zero
 from jaxmem.errors import JaxmemWarning, check_positive, warn
 from jaxmem.state import created, intervals, rows, stored
 from jaxmem.state.codecs import Codec, Coded
 from jaxmem.state.codecs import codec as codec_of
 from jaxmem.state.update import is_as_a_whole, traced
+from jaxmem.state.wrapping import check_keep, check_optimizer
 
 # ---------------------------------------------------------------- API
 
@@ -81,16 +82,8 @@ def quantize_state(
     >>> bool(jnp.allclose(updates["w"], -1e-3))
     True
     """
-    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
-        raise TypeError(
-            "quantize_state takes an optax transformation, such as optax.adamw(1e-3), got "
-            f"{described(optimizer)}"
-        )
-    if not (keep is None or callable(keep)):
-        raise TypeError(
-            "keep takes a function from the path of an array in the state to whether it stays as "
-            f"it is, got {described(keep)}"
-        )
+    check_optimizer("quantize_state", optimizer)
+    check_keep(keep, "stays as it is")
     quantized = _Quantized(
         optax.with_extra_args_support(optimizer),
         codec_of(codec, block),

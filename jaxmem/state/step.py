@@ -35,6 +35,7 @@ from jaxmem.errors import JaxmemWarning, check_positive, warn
 from jaxmem.state import created, in_backward, stored
 from jaxmem.state.in_backward import Done, Task, Total
 from jaxmem.state.update import traced
+from jaxmem.state.wrapping import check_optimizer
 from jaxmem.trace.arguments import is_array
 
 # ---------------------------------------------------------------- types
@@ -190,11 +191,7 @@ def value_and_update(
         raise TypeError(
             f"value_and_update takes a function, got an object of type {type(fun).__name__}"
         )
-    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
-        raise TypeError(
-            "value_and_update takes an optax transformation, such as optax.adamw(1e-3), got "
-            f"{described(optimizer)}"
-        )
+    check_optimizer("value_and_update", optimizer)
     parts = None
     if microbatches is None:
         if return_weight:

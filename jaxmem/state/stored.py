@@ -202,10 +202,12 @@ class OnDisk:
 
 
 def is_on_disk(node: Any) -> bool:
+    """Whether a node of a state is an array on disk."""
     return isinstance(node, OnDisk)
 
 
 def is_on_host(array: Any) -> bool:
+    """Whether an array of a state is in host memory."""
     return not is_on_disk(array) and _jax.is_on_host(array)
 
 

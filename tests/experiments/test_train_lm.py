@@ -193,7 +193,6 @@ def test_killed_and_interrupted_it_gives_the_numbers_of_an_unbroken_run(
 @pytest.mark.parametrize(
     "more",
     [
-        # AdaLomo's state has arrays without numbers, which orbax refuses.
         pytest.param({"optimizer": "adalomo", "fused": True}, id="adalomo"),
         pytest.param({"state": "8bit-host", "fused": True}, id="8 bits on the host"),
         pytest.param({"state": "disk", "fused": True}, id="on disk"),
