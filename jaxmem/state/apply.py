@@ -1,6 +1,5 @@
 """`apply_gradients`: an optimizer's step of parameters and gradients that may be on the host."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ from jaxmem import _jax
 from jaxmem.accumulate.trees import difference
 from jaxmem.state import rows, stored
 from jaxmem.state.update import Known, taken_apart, traced
-from jaxmem.trace.arguments import is_array
 
 
 def apply_gradients(
@@ -64,16 +62,12 @@ def apply_gradients(
     own, tree = jax.tree.flatten(params)
     own, given = (list(map(jnp.asarray, leaves)) for leaves in (own, jax.tree.leaves(gradients)))
     held, state_tree = stored.flatten(state)
-    others, others_tree = jax.tree.flatten(extra)
-    rest = [leaf for leaf in others if is_array(leaf)]
+    rest, filled = rows.arrays_in(extra)
 
     def flat(gradients: Any, state: Any, params: Any, rest: Any) -> tuple[Any, Any]:
-        arrays = iter(rest)
-        full = [next(arrays) if is_array(leaf) else leaf for leaf in others]
-        more: Mapping[str, Any] = others_tree.unflatten(full)
         params = tree.unflatten(params)
         updates, after = optimizer.update(
-            tree.unflatten(gradients), state_tree.unflatten(state), params, **more
+            tree.unflatten(gradients), state_tree.unflatten(state), params, **filled(rest)
         )
         return optax.apply_updates(params, updates), after
 

@@ -45,23 +45,31 @@ def by_rows(
     without = params is None
     own = given if without else list(map(jnp.asarray, jax.tree.leaves(params)))
     leaves, state_tree = stored.flatten(list(state))
-    others, others_tree = jax.tree.flatten(extra)
-    rest = [leaf for leaf in others if is_array(leaf)]
+    rest, filled = arrays_in(extra)
 
     def flat(gradients: Any, state: Any, params: Any, rest: Any) -> tuple[Any, Any]:
-        arrays = iter(rest)
-        full = [next(arrays) if is_array(leaf) else leaf for leaf in others]
         found, new = update(
             tree.unflatten(gradients),
             state_tree.unflatten(state),
             None if without else tree.unflatten(params),
-            others_tree.unflatten(full),
+            filled(rest),
         )
         return jax.tree.leaves(found), new
 
     closed = traced(flat, given, list(map(stored.typed, leaves)), own, rest)
     after, found = run(closed, given, leaves, own, rest)
     return tree.unflatten(found), state_tree.unflatten(after)
+
+
+def arrays_in(extra: Mapping[str, Any]) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The arrays among other arguments, and a function that puts others in their places."""
+    leaves, tree = jax.tree.flatten(extra)
+
+    def filled(arrays: Sequence[Any]) -> Any:
+        own = iter(arrays)
+        return tree.unflatten([next(own) if is_array(leaf) else leaf for leaf in leaves])
+
+    return [leaf for leaf in leaves if is_array(leaf)], filled
 
 
 def run(
