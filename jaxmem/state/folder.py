@@ -482,13 +482,15 @@ class StateFolder:
 
     def _check(self) -> None:
         """Raises what went wrong on the way to the disk, once: then a step may begin anew."""
-        if self._failure is None:
+        error = self._failure
+        if error is None:
             return
-        error, self._failure = self._failure, None
         with self._guard:
             held = self._files.whole_steps()
             for step in [step for step in self._steps if step not in held]:
                 self._remove(step)
+            # Only now: to remove a step waits for its writes, which fail by the same cause.
+            self._failure = None
         with self._told(f"{self.path} cannot be written"):
             raise error
 
