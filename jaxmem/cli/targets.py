@@ -41,6 +41,10 @@ def _facts(name: str, row: "Target") -> dict[str, Any]:
         "default_bytes": row.default_bytes,
         "bandwidth": row.bandwidth,
         "matrix_peak": row.matrix_peak,
+        "link_bandwidth": row.link_bandwidth,
+        "link_axes": row.link_axes,
+        "link_latency": row.link_latency,
+        "network_bandwidth": row.network_bandwidth,
         "source": row.source,
         "missing": list(row.missing()),
     }
@@ -49,7 +53,7 @@ def _facts(name: str, row: "Target") -> dict[str, Any]:
 def _table(rows: "dict[str, Target]") -> str:
     from jaxmem._util.text import columns, size
 
-    head = ("name", "device", "memory", "bandwidth", "bf16 peak", "source", "to compile")
+    head = ("name", "device", "memory", "bandwidth", "bf16 peak", "links", "source", "to compile")
     # What is missing is long and common to many rows: state it once, below the table.
     reasons: list[str] = []
     lines: list[tuple[str, ...]] = [head]
@@ -66,10 +70,11 @@ def _table(rows: "dict[str, Target]") -> str:
                 size(row.memory),
                 f"{row.bandwidth / 1e9:,.0f} GB/s",
                 f"{row.matrix_peak / 1e12:,.0f} TFLOP/s",
+                "–" if row.link_bandwidth is None else f"{row.link_bandwidth / 1e9:,.0f} GB/s",
                 row.source,
                 " ".join(marks) or "ready",
             )
         )
-    table = columns(lines, right=(2, 3, 4), indent="")
+    table = columns(lines, right=(2, 3, 4, 5), indent="")
     notes = [f"[{k}] {reason}" for k, reason in enumerate(reasons, 1)]
     return "\n".join([table, *([""] if notes else []), *notes])

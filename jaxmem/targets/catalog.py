@@ -179,7 +179,7 @@ def _row(platform: str, name: str, row: dict[str, Any], at: str, source: str | N
         given = {key: row[key] for key in _GPU if key in row}
     else:
         kind = TpuSpec
-        given = {key: row[key] for key in _TPU if key in row}
+        given = {key: row[key] for key in _TPU if key in row and key not in _LINKS}
         given["slices"] = tuple(_slices(row["slices"], at))
     return Target(
         name=name,
@@ -191,6 +191,7 @@ def _row(platform: str, name: str, row: dict[str, Any], at: str, source: str | N
         spec=kind(**given),
         source=row.get("source", source or "datasheet"),
         other_names=tuple(row.get("other_names", ())),
+        **{key: row[key] for key in _LINKS if key in row},
     )
 
 
@@ -238,6 +239,9 @@ _ALL: dict[str, _Field] = {
         lambda value: isinstance(value, str) and value in ("xla", "datasheet", "user"),
     ),
     "other_names": _TEXTS,
+    "link_bandwidth": _RATE,
+    "link_latency": _RATE,
+    "network_bandwidth": _RATE,
 }
 _GPU: dict[str, _Field] = {
     "compute_capability": ('text as "9.0"', _is_capability),
@@ -254,6 +258,8 @@ _TPU: dict[str, _Field] = {
     "slices": _TEXTS,
     "devices_per_chip": _COUNT,
     "chip_config": _TEXT,
+    "link_axes": _COUNT,
 }
+_LINKS = ("link_bandwidth", "link_axes", "link_latency", "network_bandwidth")
 _FIELDS = {"gpu": {**_ALL, **_GPU}, "tpu": {**_ALL, **_TPU}}
-_OPTIONAL = ("source", "other_names", "devices_per_chip", "chip_config")
+_OPTIONAL = ("source", "other_names", "devices_per_chip", "chip_config", *_LINKS)

@@ -82,11 +82,22 @@ class Target:
       source: where the facts are from: "xla" agrees with the compiler's own
         descriptions, "datasheet" is from the vendor's, "user" from a file.
       other_names: further kinds by which jax may know an attached one.
+      link_bandwidth: bytes per second that a device sends, in one direction, to the others
+        of its host (a GPU, over NVLink or PCIe) or slice (a TPU, over ICI), all its links
+        together: a peak, None where it is not known.
+      link_axes: the dimensions of the torus that these links make; a collective along one of
+        them has `link_bandwidth / link_axes`.  1 where all of a host reach each other
+        at the full bandwidth.
+      link_latency: seconds for one step of a ring over these links; None if not known.
+      network_bandwidth: bytes per second that a device sends to other hosts or slices; None
+        if not known.
 
     >>> import jaxmem
     >>> h100 = jaxmem.target("h100-80g")
     >>> h100.platform, h100.memory > 79 * 2**30, h100.devices
     ('gpu', True, 1)
+    >>> h100.link_bandwidth, h100.network_bandwidth
+    (450000000000, 50000000000)
     """
 
     name: str
@@ -99,6 +110,11 @@ class Target:
     devices: int = 1
     source: Source = "user"
     other_names: tuple[str, ...] = ()
+    # Not in the repr, which tells the compilers' cached results apart: no compiler reads them.
+    link_bandwidth: float | None = dataclasses.field(default=None, repr=False)
+    link_axes: int = dataclasses.field(default=1, repr=False)
+    link_latency: float | None = dataclasses.field(default=None, repr=False)
+    network_bandwidth: float | None = dataclasses.field(default=None, repr=False)
 
     @property
     def default_bytes(self) -> int:

@@ -78,6 +78,37 @@ def test_row_is_plausible(name):
     assert targets.by_device_kind(row.device) == row
 
 
+@pytest.mark.parametrize("name", list(targets.catalog()))
+def test_links_are_plausible(name):
+    row = targets.target(name)
+    assert row.link_bandwidth is not None
+    assert row.link_latency is not None
+    # Slower than the memory, faster than the network; a unit gone wrong is a factor of 8 or 1000.
+    assert row.bandwidth / 50 < row.link_bandwidth < row.bandwidth
+    if row.network_bandwidth is not None:
+        assert row.link_bandwidth / 100 < row.network_bandwidth < row.link_bandwidth
+    assert 1e-7 < row.link_latency < 1e-5
+    assert row.link_axes == (1 if row.platform == "gpu" else len(row.spec.slices[0].split("x")))
+
+
+def test_links_as_published():
+    def links(name):
+        row = targets.target(name)
+        return row.link_bandwidth, row.link_axes, row.network_bandwidth
+
+    assert links("h100-80g") == (900e9 / 2, 1, 400e9 / 8)
+    assert links("v5e-16g") == (400e9 / 2, 2, 200e9 / 8 / 8)  # eight chips share two of 100 Gb/s
+    assert links("v5p-95g") == (1200e9 / 2, 3, 50e9 / 8)
+    assert links("tpu7x-95g") == (1200e9 / 2 / 2, 3, 100e9 / 8 / 2)  # two devices in a chip
+
+
+def test_links_are_no_part_of_what_compilers_are_told():
+    """Cached results are told apart by the repr: a better figure of a link keeps them."""
+    row = targets.target("h100-80g")
+    assert repr(dataclasses.replace(row, link_bandwidth=1.0)) == repr(row)
+    assert dataclasses.replace(row, link_bandwidth=1.0) != row
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -207,7 +238,14 @@ def test_own_file(tmp_path):
     assert (mine.name, mine.source, mine.bandwidth) == ("mine", "user", 1.5e12)
     assert targets.target(f"{path}:mine", devices=8).devices == 8
     assert targets.target(Path(path)) == mine
+    assert (mine.link_bandwidth, mine.link_axes, mine.network_bandwidth) == (None, 1, None)
     assert 'name: "A GPU of mine"' in mine.topology["target_config"]
+
+
+def test_own_file_with_links(tmp_path):
+    text = TPU + "link_bandwidth = 2e11\nlink_axes = 2\nlink_latency = 1e-6\n"
+    mine = targets.target(written(tmp_path, text))
+    assert (mine.link_bandwidth, mine.link_axes, mine.link_latency) == (2e11, 2, 1e-6)
 
 
 def test_own_file_with_several(tmp_path):
@@ -243,6 +281,9 @@ def test_own_file_with_several(tmp_path):
         (GPU.replace('"A GPU of mine"', '""'), "name: expected text, got ''"),
         (GPU.replace('"A GPU of mine"', '"a\\nb"'), "name: expected text"),
         (GPU + "source = 'guess'\n", "source: expected"),
+        (GPU + "link_bandwidth = 0\n", "link_bandwidth: expected a number above 0, got 0"),
+        (GPU + "link_axes = 2\n", "gpu.mine: link_axes: unknown key"),
+        (TPU + "link_axes = 1.5\n", "link_axes: expected a whole number above 0, got 1.5"),
         (TPU.replace('"2x2"', '"2by2"'), "tpu.slice: slices: expected the sides of a slice"),
         (TPU.replace('["2x2", "2x4"]', "[]"), "slices: expected a list of texts"),
         (GPU + TPU.replace("tpu.slice", "tpu.mine"), "'mine' is defined twice"),
