@@ -20,6 +20,7 @@ from jaxmem._jax.edits import piece_of as piece_of
 from jaxmem._jax.edits import renamed as renamed
 from jaxmem._jax.edits import reordered as reordered
 from jaxmem._jax.edits import with_equations as with_equations
+from jaxmem._jax.edits import with_shape as with_shape
 from jaxmem._jax.evaluation import bound as bound
 from jaxmem._jax.evaluation import bound_with as bound_with
 from jaxmem._jax.evaluation import evaluate as evaluate
@@ -68,6 +69,12 @@ from jaxmem._jax.primitives import is_stack as is_stack
 from jaxmem._jax.primitives import keys_p as keys_p
 from jaxmem._jax.primitives import stack_p as stack_p
 from jaxmem._jax.primitives import tangent_p as tangent_p
+from jaxmem._jax.propagation import Spec as Spec
+from jaxmem._jax.propagation import is_jaxpr as is_jaxpr
+from jaxmem._jax.propagation import is_looked_into as is_looked_into
+from jaxmem._jax.propagation import read as read
+from jaxmem._jax.propagation import read_number as read_number
+from jaxmem._jax.propagation import splits as splits
 from jaxmem._jax.tracing import cleared_with_jax as cleared_with_jax
 from jaxmem._jax.tracing import flax_config as flax_config
 from jaxmem._jax.tracing import is_staged as is_staged

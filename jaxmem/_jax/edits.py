@@ -27,6 +27,13 @@ def another(var: Any) -> Any:
     return core.Var(var.aval)
 
 
+def with_shape(var: Any, shape: Sequence[int]) -> Any:
+    """A new variable of the type of this one, but for its shape."""
+    kind = core.DropVar if isinstance(var, core.DropVar) else core.Var
+    aval: Any = var.aval
+    return kind(core.ShapedArray(tuple(shape), aval.dtype, aval.weak_type))
+
+
 def reordered(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
     """A jaxpr with its equations in another order, in which each can run."""
     return with_equations(closed, [closed.jaxpr.eqns[at] for at in order])

@@ -119,7 +119,7 @@ def evaluate(
         if linear is None:
             outs, own, factor = _scan(_form(eqn), operands, own, factor, add)
         else:
-            with scope():
+            with scope(operands):
                 outs, own, factor = _stack(linear, operands, own, factor, add)
         held.update({number: own[place] for place, number in places.items()})
         return outs
@@ -130,7 +130,7 @@ def evaluate(
 
 def reversed_by(
     eqn: Any, wanted: Sequence[bool]
-) -> tuple[Tangent, Callable[[], contextlib.AbstractContextManager[Any]]]:
+) -> tuple[Tangent, Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]]]:
     """A scan, under a policy or not, by a schedule that reads and writes single rows.
 
     Args:

@@ -28,6 +28,9 @@ class Compiler:
       turns_operands: products read copies of operands whose axes they need in another order, so
         that outside of loops these are not in memory themselves; see
         `jaxmem.estimate.liveness.read_turned`.
+      turns_stacks: a stack of all layers' values is copied, whole, in front of a loop that reads it
+        in another order of axes than it was written in, or gathers rows of it along another axis
+        than the leading one; see `jaxmem.estimate.stacks`.
     """
 
     writes_in_place: bool = True
@@ -42,11 +45,12 @@ class Compiler:
     calls_libraries: bool = False
     swaps_operands: bool = False
     turns_operands: bool = False
+    turns_stacks: bool = False
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
 ANY = Compiler()
-GPU = Compiler(calls_libraries=True, swaps_operands=True, turns_operands=True)
+GPU = Compiler(calls_libraries=True, swaps_operands=True, turns_operands=True, turns_stacks=True)
 TPU = Compiler(
     counts_operations=True,
     fuses_operands=True,

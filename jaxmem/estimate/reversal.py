@@ -21,6 +21,7 @@ from jaxmem.estimate.liveness import (
     read_rounded,
     rounded_where_made,
 )
+from jaxmem.estimate.stacks import gathered_across, read_transposed
 from jaxmem.estimate.values import unnamed_places
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.problem import Graph, Operation
@@ -63,20 +64,23 @@ def tape_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
     """What the device stores of each layer in a loop over layers."""
     backward = backward_of(layer)
     here = backward.tape[: len(backward.tape) - layer.on_host]
-    return sum(_stored(here, read_rounded(backward.closed.jaxpr, compiler)))
+    turned = _turned(layer, backward.closed.jaxpr, compiler).intersection(here)
+    stored = sum(_stored(here, read_rounded(backward.closed.jaxpr, compiler)))
+    return stored + sum(nbytes(var.aval) for var in turned)
 
 
 def value_bytes(layer: Layer, compiler: Compiler = ANY) -> tuple[int, ...]:
     """What a loop over layers would store of each of a layer's values, whatever else it keeps."""
     if not compiler.rounds_operands:
-        return tuple(_stored(layer.values, ()))
+        turned = _turned(layer, _both_ways(layer), compiler)
+        return tuple(nbytes(var.aval) * (2 if var in turned else 1) for var in layer.values)
     results = filter(_jax.is_var, layer.results)
     rounded = read_rounded(_both_ways(layer), compiler).difference(results)
     return tuple(_stored(layer.values, rounded))
 
 
 def param_copies(layer: Layer, length: int, compiler: Compiler = ANY) -> int:
-    """Bytes of the rounded copies that are made, in front of a loop, of all layers' parameters.
+    """Bytes of the copies that are made, in front of a loop, of all layers' parameters.
 
     And of whatever else the loop reads that is the same for all layers, or is stacked.
     """
@@ -84,6 +88,9 @@ def param_copies(layer: Layer, length: int, compiler: Compiler = ANY) -> int:
     rounded = read_rounded(backward.closed.jaxpr, compiler)
     of_all = [var for var in backward.consts if var in rounded]
     of_each = [var for var in backward.xs if var in rounded]
+    if compiler.turns_stacks:
+        turned = gathered_across(layer.linearised.jaxpr, backward.xs)
+        return length * sum(nbytes(var.aval) for var in turned)
     return sum(_stored(of_all, rounded)) + length * sum(_stored(of_each, rounded))
 
 
@@ -220,6 +227,11 @@ def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
                 eqns[at:later], eqns[later] = eqns[at + 1 : later + 1], eqns[at]
                 break
     return _jax.with_equations(backward.closed, eqns)
+
+
+def _turned(layer: Layer, jaxpr: Any, compiler: Compiler) -> set[Any]:
+    """What is kept of all layers in two orders of axes."""
+    return read_transposed(jaxpr, layer.linearised.jaxpr) if compiler.turns_stacks else set()
 
 
 def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:

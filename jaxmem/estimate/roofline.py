@@ -8,6 +8,7 @@ plans with the same kernels the one with less such work wins.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 from jaxmem import _jax
 from jaxmem.estimate.compiler import ANY, Compiler
 from jaxmem.estimate.costs import costs
-from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.estimate.counting import flops, kind_of, walk
 from jaxmem.estimate.counting.ops import size_of
+from jaxmem.parallel.messages import Message, per_device
 
 Kind = Literal["kernel", "fused", "reduction", "view"]
 
@@ -41,6 +43,9 @@ class Roofline:
       host_bandwidth: between device and host, in bytes per second.
       flops_only: whether matrix products are what counts, and bytes a part of their time.
       compiler: what it makes of a program.
+      link_bandwidth: bytes per second that a device sends to the next one of a ring; None where
+        what devices send each other costs nothing.
+      link_latency: seconds of one step of a ring.
     """
 
     matrix_peak: float
@@ -48,9 +53,33 @@ class Roofline:
     host_bandwidth: float = HOST_BANDWIDTH
     flops_only: bool = False
     compiler: Compiler = ANY
+    link_bandwidth: float | None = None
+    link_latency: float = 0.0
 
     def operation(self, eqn: Any) -> float:
-        """Seconds of one operation."""
+        """Seconds of one operation, and of what devices send each other for it."""
+        return self._computed(eqn) + sum(map(self.message, self._messages(eqn)))
+
+    def message(self, message: Message) -> float:
+        """Seconds of a collective, in a ring; compilers hide a part of it behind products."""
+        if self.link_bandwidth is None:
+            return 0.0
+        steps = (message.devices - 1) * (2 if message.kind == "all-reduce" else 1)
+        seconds = message.wire_bytes / self.link_bandwidth + steps * self.link_latency
+        return seconds * (FUSED_SHARE if self.flops_only else 1)
+
+    def _messages(self, eqn: Any) -> Sequence[Message]:
+        own = per_device(eqn).messages
+        if own or self.link_bandwidth is None or not _jax.all_subjaxprs(eqn):
+            return own
+        return [
+            message
+            for op in walk(_jax.as_program(eqn)).ops
+            if op.eqn is not None
+            for message in per_device(op.eqn).messages * op.place.times
+        ]
+
+    def _computed(self, eqn: Any) -> float:
         read = sum(size_of(atom.aval) for atom in eqn.invars if _jax.is_var(atom))
         written = sum(size_of(var.aval) for var in eqn.outvars)
         kind = kind_of(eqn)

@@ -14,6 +14,7 @@ from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.regions import Region, stack_region, unrolled_region
 from jaxmem.fitting.turn import Turn, turn_of
 from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, twice_differentiated, uses
+from jaxmem.parallel.partition import Partition
 from jaxmem.policies import ByLayer
 from jaxmem.trace import context
 from jaxmem.trace.layer import Layer, NoReverseMode
@@ -26,6 +27,15 @@ _Key = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class _Stack:
+    """A stack that is a region, and under which numbers its operands are read where it runs."""
+
+    stack: Any
+    layer: Layer
+    numbers: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Collector(ByLayer):
     """The policy of every decorated region while its step is looked at: notes the regions.
 
@@ -34,10 +44,12 @@ class Collector(ByLayer):
 
     roofline: Roofline
     offload: bool
+    devices: int = 1
     regions: dict[_Key, Region] = dataclasses.field(default_factory=dict, init=False)
     # What is in each scope, and the layers of each stack, by what of it is differentiated.
     _regions: dict[str, _Key] = dataclasses.field(default_factory=dict, init=False)
     _layers: dict[Any, set[_Key]] = dataclasses.field(default_factory=dict, init=False)
+    _stacks: dict[_Key, "_Stack"] = dataclasses.field(default_factory=dict, init=False)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def count(self, closed: Any) -> None:
@@ -78,14 +90,32 @@ class Collector(ByLayer):
             return  # forward mode keeps nothing, and has nothing to plan
         key = _key(stack, layer)
         if key not in self.regions:
-            self.regions[key] = stack_region(stack, layer, self.roofline, self.offload)
+            self.regions[key] = stack_region(stack, layer, layer, self.roofline, self.offload)
+            self._stacks[key] = _Stack(stack, layer)
         self._layers.setdefault(stack, set()).add(key)
 
-    def as_it_stands(self, stack: Any, layer: Layer) -> contextlib.AbstractContextManager[Any]:
+    def as_it_stands(
+        self, stack: Any, layer: Layer, args: Sequence[Any]
+    ) -> contextlib.AbstractContextManager[Any]:
         scope, key = self._new_scope(), _key(stack, layer)
         if key in self._layers.get(stack, ()):
             self._regions[scope] = key
+            if self.devices > 1:
+                number = next(self._numbers)
+                self._stacks[key].numbers.append(number)
+                _jax.read(args, number)
         return jax.named_scope(scope)
+
+    def split(self, parts: Partition) -> None:
+        """Have the regions that are stacks speak of one device of a mesh."""
+        for key, known in self._stacks.items():
+            operands = next((parts.read[n] for n in known.numbers if n in parts.read), None)
+            if operands is None:
+                continue
+            stack, layer, region = known.stack, known.layer, self.regions[key]
+            local = parts.layer(layer, operands, layer.body.num_consts + layer.body.num_carry)
+            new = stack_region(stack, layer, local, self.roofline, self.offload)
+            self.regions[key] = dataclasses.replace(new, uses=region.uses, is_local=True)
 
     def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """Note code without a stack; it runs as it stands."""

@@ -47,6 +47,8 @@ class Region:
       param_copies: bytes of copies of parameters that a compiler makes for its loops.
       uses: the regions of the step that this is.
       shards: on how many devices it runs side by side, each with arrays of its own.
+      is_local: whether all bytes and seconds are of one device of a mesh; else they are of those
+        that share its arrays, together.
     """
 
     digest: str
@@ -56,6 +58,11 @@ class Region:
     param_copies: int = 0
     uses: Uses = ONCE
     shards: int = dataclasses.field(default_factory=_jax.shards)
+    is_local: bool = False
+
+    def of_one_device(self, size: int, devices: int) -> int:
+        """So many bytes of this region as those of one of so many devices."""
+        return size if self.is_local else size * self.shards // devices
 
     def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
         """The plans that are worth a look, fastest first.
@@ -229,23 +236,29 @@ class UnrolledRegion(Region):
 # ---------------------------------------------------------------- API
 
 
-def stack_region(stack: Any, layer: Layer, roofline: Roofline, offload: bool) -> StackRegion:
-    """A stack as a region, with the options of its layer."""
+def stack_region(
+    stack: Any, layer: Layer, local: Layer, roofline: Roofline, offload: bool
+) -> StackRegion:
+    """A stack as a region, with the options of its layer.
+
+    Args:
+      local: the layer as one device of a mesh runs it, which bytes and seconds are of.
+    """
     length = stack.form.length
     compiler = roofline.compiler
-    graph = graph_of(layer, roofline, offload)
-    graph = dataclasses.replace(graph, bytes=value_bytes(layer, compiler))
+    graph = graph_of(local, roofline, offload)
+    graph = dataclasses.replace(graph, bytes=value_bytes(local, compiler))
     options = menu(graph)
     # Keeping everything is the program as it stands: nothing is faster, whatever a
     # roofline says of the time that it takes to keep things.
     floor = min([0.0, *(keep.seconds for keep in options)])
-    everything = _choice(layer, floor, compiler)
+    everything = _choice(local, floor, compiler)
     others = [
-        (keep, _choice(layer.keeping(keep.kept, keep.offloaded), keep.seconds, compiler))
+        (keep, _choice(local.keeping(keep.kept, keep.offloaded), keep.seconds, compiler))
         for keep in options
     ]
     worth = [one for one in others if one[1].bytes < everything.bytes or one[0].offloaded]
-    _, _, x = layer.body.split_in(layer.body.jaxpr.in_avals)
+    _, _, x = local.body.split_in([var.aval for var in local.linearised.jaxpr.invars])
     return StackRegion(
         digest=layer.digest,
         inputs=input_types(layer),
@@ -253,13 +266,13 @@ def stack_region(stack: Any, layer: Layer, roofline: Roofline, offload: bool) ->
         length=length,
         keeps=(None, *(keep for keep, _ in worth)),
         choices=(everything, *(choice for _, choice in worth)),
-        carry_bytes=layer.problem(length).carry_bytes,
+        carry_bytes=local.problem(length).carry_bytes,
         forward_seconds=sum(operation.seconds for operation in graph.operations),
-        loose_bytes=loose_bytes(layer, graph, compiler),
-        values=described(layer, roofline),
+        loose_bytes=loose_bytes(local, graph, compiler),
+        values=described(local, roofline),
         graph=graph,
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
-        param_copies=param_copies(layer, length, compiler),
+        param_copies=param_copies(local, length, compiler),
     )
 
 

@@ -23,8 +23,8 @@ def shortfall(
       offload: whether the host was allowed.
     """
     fixed = report.argument_bytes + report.output_bytes - report.alias_bytes
-    gradients, kept = _gradients(problem), problem.front[candidate].kept_bytes // problem.devices
-    working = max(problem.front[candidate].bytes // problem.devices - kept, 0)
+    gradients, kept = _gradients(problem), problem.front[candidate].kept_bytes
+    working = max(problem.front[candidate].bytes - kept, 0)
     rest = report.temp_bytes - kept - working - gradients
     lines = [
         f"no plan brings the step within {size(budget)}: the least that was reached is "
@@ -120,8 +120,11 @@ def _largest(report: MemoryReport) -> str:
 
 def _gradients(problem: Any) -> int:
     """Bytes of the gradients of what the stacks read layer by layer."""
-    each = (region.param_bytes * region.uses.times for region in problem.regions)
-    return sum(each) // problem.devices
+    each = (
+        region.of_one_device(region.param_bytes * region.uses.times, problem.devices)
+        for region in problem.regions
+    )
+    return sum(each)
 
 
 def _batch(ask: Any) -> int | None:

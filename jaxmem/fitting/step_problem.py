@@ -1,10 +1,11 @@
 """What of a step can be planned, and the Pareto front of its plans; no compiler is asked."""
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Literal, get_args
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, get_args
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, targets
 from jaxmem.compile.program import Program
@@ -17,6 +18,7 @@ from jaxmem.fitting.compile_request import Begun, CompileRequest
 from jaxmem.fitting.fitted import Planned
 from jaxmem.fitting.regions import Region, UnrolledRegion
 from jaxmem.fitting.step_plan import StepPlan
+from jaxmem.parallel import partition as parallel
 from jaxmem.report.advice import where_to_decorate
 from jaxmem.report.report import MemoryReport
 from jaxmem.solve.search import expected
@@ -55,8 +57,8 @@ class StepProblem:
 
     @property
     def predicted(self) -> list[int]:
-        """Bytes of each candidate, before any compiler has spoken."""
-        return [self.others + candidate.bytes // self.devices for candidate in self.front]
+        """Bytes of each candidate on one device, before any compiler has spoken."""
+        return [self.others + candidate.bytes for candidate in self.front]
 
     def finer(self, candidate: int) -> "StepProblem":
         """All plans from the next faster one of the front to this one."""
@@ -112,10 +114,17 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
             OffloadWarning,
         )
         allow_offload = False
-    collector = Collector(roofline_of(ask.accelerator, cost), allow_offload)
+    leaves = jax.tree.leaves((ask.args, ask.kwargs))
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    devices = parallel.devices(shardings)
+    collector = Collector(roofline_of(ask.accelerator, cost), allow_offload, devices)
     with context.instead(collector):
         program = ask.program()
     collector.count(program.jaxpr)
+    step = program.jaxpr
+    if parts := parallel.partition(program.jaxpr, _known(program, shardings)):
+        collector.split(parts)
+        step = parts.closed
     regions = tuple(collector.regions.values())
     for region in regions:
         if isinstance(region, UnrolledRegion) and region.uses.iterations:
@@ -127,20 +136,22 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
             )
     if not regions:
         raise ValueError(_nothing_to_plan(program))
-    fixed, gradients = _others(
-        program, sum(region.param_bytes * region.uses.times for region in regions)
+    stacked = sum(
+        region.of_one_device(region.param_bytes * region.uses.times, devices) for region in regions
     )
+    fixed, gradients = _others(program, step, stacked)
     several = sum(region.uses.times for region in regions) > 1
     candidates = tuple(
         region.candidates(several, min(gradients, region.param_bytes)) for region in regions
     )
     options = [
-        [_several(candidate, region) for candidate in own]
+        [_several(candidate, region, devices) for candidate in own]
         for region, own in zip(regions, candidates, strict=True)
     ]
     # Of regions that compute the same the copies are made one after the other.
-    others = fixed + gradients + sum(region.param_copies for region in regions)
-    turn = collector.turn(program.jaxpr)
+    copies = sum(region.of_one_device(region.param_copies, devices) for region in regions)
+    others = fixed + gradients + copies
+    turn = collector.turn(step)
     counted_in: dict[Hashable, int] = {
         key: region.counted_bytes(several) for key, region in collector.regions.items()
     }
@@ -149,7 +160,7 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     whole = pareto_front(options, turn_bytes=turn.bytes - counted * turn.given_bytes)
     front = thinned_front(whole, others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
-    return StepProblem(program, regions, candidates, front, whole, others, _devices(ask), name)
+    return StepProblem(program, regions, candidates, front, whole, others, devices, name)
 
 
 # ---------------------------------------------------------------- implementation
@@ -160,47 +171,50 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     known = target or targets.by_device_kind(jax.devices()[0].device_kind)
     known = known or targets.target("h100-80g")
     compiler = compiler_of(known.platform)
+    speeds = known.matrix_peak, known.bandwidth
+    options: dict[str, Any] = {"compiler": compiler}
+    if known.link_bandwidth is not None:
+        options["link_bandwidth"] = known.link_bandwidth / known.link_axes
+        options["link_latency"] = known.link_latency or 0.0
     if cost == "measured":
-        return Measured(known.matrix_peak, known.bandwidth, compiler=compiler)
-    return Roofline(
-        known.matrix_peak,
-        known.bandwidth,
-        flops_only=cost == "flops",
-        compiler=compiler,
-    )
+        return Measured(*speeds, **options)
+    return Roofline(*speeds, flops_only=cost == "flops", **options)
 
 
-def _several(candidate: Candidate, region: Region) -> Candidate:
-    """A candidate for all regions that share it, one after the other, on all devices."""
-    uses, shards = region.uses, region.shards
+def _several(candidate: Candidate, region: Region, devices: int) -> Candidate:
+    """A candidate for all regions that share it, one after the other, on one device."""
+    uses = region.uses
+    size = candidate.bytes + uses.others * candidate.kept_bytes if uses.live else 0
     return Candidate(
-        bytes=shards * (candidate.bytes + uses.others * candidate.kept_bytes) if uses.live else 0,
-        kept_bytes=shards * uses.live * candidate.kept_bytes,
+        bytes=region.of_one_device(size, devices),
+        kept_bytes=region.of_one_device(uses.live * candidate.kept_bytes, devices),
         seconds=uses.times * candidate.seconds,
     )
 
 
-def _others(program: Program, gradients: int) -> tuple[int, int]:
-    """Bytes of arguments and results that take no argument's place; of gradients, none of these."""
+def _others(program: Program, step: ClosedJaxpr, gradients: int) -> tuple[int, int]:
+    """Bytes of arguments and results that take no argument's place; of gradients, none of these.
+
+    Args:
+      step: as one device runs it.
+      gradients: bytes on one device.
+    """
     # On a CPU the host's memory is the device's.
     apart = (program.platform or jax.default_backend()) != "cpu"
-    here = [a for a in program.arguments if not (apart and a.memory_kind is not None)]
-    outs = [aval for aval in program.jaxpr.out_avals if not (apart and _jax.is_on_host(aval))]
-    arguments = sum(argument.bytes for argument in here)
-    donated = sum(argument.bytes for argument in here if argument.donated)
+    flags = [not (apart and argument.memory_kind is not None) for argument in program.arguments]
+    given = list(zip(program.arguments, map(nbytes, step.in_avals), flags, strict=True))
+    outs = [aval for aval in step.out_avals if not (apart and _jax.is_on_host(aval))]
+    arguments = sum(size for _, size, here in given if here)
+    donated = sum(size for argument, size, here in given if here and argument.donated)
     results = max(sum(map(nbytes, outs)) - donated, 0)
     gradients -= program.record.updated_bytes
     return arguments + results, max(gradients - results, 0)
 
 
-def _devices(ask: CompileRequest) -> int:
-    sizes = [1]
-    for leaf in jax.tree.leaves((ask.args, ask.kwargs)):
-        sharding = getattr(leaf, "sharding", None)
-        mesh = getattr(sharding, "mesh", None)
-        if mesh is not None and not getattr(sharding, "is_fully_replicated", False):
-            sizes.append(mesh.size)
-    return max(sizes)
+def _known(program: Program, shardings: Sequence[Any]) -> Sequence[Any]:
+    """The shardings of arguments; a function jitted elsewhere may have left some out."""
+    count = len(program.jaxpr.in_avals)
+    return shardings if len(shardings) == count else [None] * count
 
 
 def _nothing_to_plan(program: Program) -> str:

@@ -35,8 +35,14 @@ class ByLayer(Policy):
         """
         raise NotImplementedError
 
-    def as_it_stands(self, stack: Any, layer: Any) -> AbstractContextManager[Any]:
-        """While open, a stack that keeps everything is differentiated; for those who take note."""
+    def as_it_stands(
+        self, stack: Any, layer: Any, args: Sequence[Any]
+    ) -> AbstractContextManager[Any]:
+        """While open, a stack that keeps everything is differentiated; for those who take note.
+
+        Args:
+          args: its operands.
+        """
         return nullcontext()
 
     def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:

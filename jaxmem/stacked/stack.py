@@ -147,10 +147,10 @@ class Stack:
         plan = self.plan(layer)
         note_plan(self.policy, plan)
         if any(map(_jax.is_on_host, args)):  # of which jax would keep rows on the device
-            with self.scope(layer, plan):
+            with self.scope(layer, plan, args):
                 return self.streamed(layer, plan).split(args, tangents)
         if plan.kind == "none":
-            with self.scope(layer, plan):
+            with self.scope(layer, plan, args):
                 return self.derivative(self.run, layer.wrt, args, tangents)
         return Tangent(self.form, layer, plan).split(args, tangents)
 
@@ -175,12 +175,12 @@ class Stack:
         return outs, [t if reached else None for t, reached in zip(found, wrt.outs, strict=True)]
 
     @contextmanager
-    def scope(self, layer: Layer, plan: Plan) -> Iterator[None]:
+    def scope(self, layer: Layer, plan: Plan, args: Sequence[Any]) -> Iterator[None]:
         """What is open where the stack runs under this plan."""
         if plan.kind != "none" or not isinstance(self.policy, ByLayer):
             yield
             return
-        with context.inside_layer(), self.policy.as_it_stands(self, layer):
+        with context.inside_layer(), self.policy.as_it_stands(self, layer, args):
             yield
 
     def linear(self, operands: Sequence[bool], casting_rows: bool = False) -> "Tangent":

@@ -157,7 +157,7 @@ class _Linear:
     """A stack, ready to be reversed, and what has to be open where it runs."""
 
     tangent: Tangent
-    scope: Callable[[], contextlib.AbstractContextManager[Any]]
+    scope: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]]
 
 
 def _stacks(
@@ -242,7 +242,7 @@ def _run_stack(
         return args, jnp.zeros(())
 
     call.defvjp(forward, backward, symbolic_zeros=True)
-    with linear.scope():
+    with linear.scope(operands):
         return call(list(operands), token)
 
 

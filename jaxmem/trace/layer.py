@@ -196,7 +196,7 @@ class Layer:
 
     def problem(self, length: int) -> Problem:
         """The sizes of a stack of such layers."""
-        _, carry, x = self.body.split_in(self.body.jaxpr.in_avals)
+        _, carry, x = self.body.split_in([var.aval for var in self.linearised.jaxpr.invars])
         tape = [self.values[place] for place in self.kept if place is not None]
         return Problem(
             length=length,

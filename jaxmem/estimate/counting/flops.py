@@ -17,6 +17,7 @@ from jax import numpy as jnp
 
 from jaxmem.estimate.counting.factorisations import FACTORISATIONS
 from jaxmem.estimate.counting.primitives import ELEMENTWISE, FREE
+from jaxmem.parallel.messages import per_device
 
 # ---------------------------------------------------------------- API
 
@@ -38,6 +39,9 @@ def matmul_flops(eqn: Any) -> int:
     Convolutions count the products of real inputs: none with padding or with the
     holes of a dilation.  Attention is counted without discount for masks.
     """
+    own = per_device(eqn).matmul_flops
+    if own is not None:
+        return own * _complex_factor(eqn)
     rule = MATMULS.get(eqn.primitive.name)
     return 0 if rule is None else int(rule(eqn)) * _complex_factor(eqn)
 

@@ -1,0 +1,140 @@
+"""Steps and layers as one device of a mesh runs them."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmem import _jax
+from jaxmem.parallel.localised import Localiser
+from jaxmem.parallel.messages import Spec
+from jaxmem.trace.layer import Layer
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partition:
+    """A step, as jax's partitioner splits it over a mesh.
+
+    Attributes:
+      closed: the step as one device runs it.
+      read: how the values are split that were read under each number, see `jaxmem._jax.read`.
+    """
+
+    mesh: Any
+    closed: ClosedJaxpr
+    read: Mapping[int, tuple[Spec | None, ...]]
+
+    def layer(self, layer: Layer, operands: Sequence[Spec | None], stacked: int) -> Layer:
+        """A layer as one device runs it, for looking at: it cannot be run.
+
+        Args:
+          operands: how those of the stack are split.
+          stacked: the first of them that has a leading axis of layers.
+        """
+        rows = [
+            spec if at < stacked or spec is None else spec[1:] for at, spec in enumerate(operands)
+        ]
+        forward, reverse = layer.linearised, layer.transposed
+        both = _both_ways(layer)
+        results = forward.jaxpr.outvars[: len(layer.wrt.outs)]
+        carries = zip(results, _carried(layer, rows), strict=False)
+        known = [spec for (_, spec), wrt in zip(carries, layer.wrt.outs, strict=False) if wrt]
+        num_cotangents = len(both.jaxpr.invars) - len(rows)
+        cotangents = [*known, *[None] * num_cotangents][:num_cotangents]
+        gradients = [spec for spec, wrt in zip(rows, layer.wrt.ins, strict=True) if wrt]
+        shardings = [
+            [self._sharding(spec, atom) for spec, atom in zip(specs, atoms, strict=True)]
+            for specs, atoms in (
+                ([*rows, *cotangents], both.jaxpr.invars),
+                (gradients, both.jaxpr.outvars),
+            )
+        ]
+        specs = dict(_jax.splits(both, *shardings))
+        for var, atom in zip(reverse.jaxpr.invars, layer.residuals, strict=False):
+            if _jax.is_var(atom) and atom in specs:
+                specs.setdefault(var, specs[atom])
+        return _localised(layer, Localiser(specs, self.mesh.shape))
+
+    def _sharding(self, spec: Spec | None, atom: Any) -> Any:
+        """None where it is open."""
+        if spec is None or len(spec) != len(getattr(atom.aval, "shape", ())):
+            return None
+        whole = [[axis for axis in axes if axis in self.mesh.shape] for axes in spec]
+        return NamedSharding(self.mesh, PartitionSpec(*(tuple(a) or None for a in whole)))
+
+
+# ---------------------------------------------------------------- API
+
+
+def partition(closed: ClosedJaxpr, shardings: Sequence[Any]) -> Partition | None:
+    """A step as one device of its mesh runs it; None without a mesh of several devices.
+
+    Args:
+      closed: the step.
+      shardings: of its operands; None, or one that names no mesh, where nothing is said.
+    """
+    named = [one if isinstance(one, NamedSharding) else None for one in shardings]
+    mesh = _mesh(named)
+    if mesh is None:
+        return None
+    specs = _jax.splits(closed, named)
+    local = Localiser(specs, mesh.shape)(closed)
+    read = {
+        number: tuple(specs.get(atom) if _jax.is_var(atom) else None for atom in eqn.invars)
+        for eqn in _equations(closed.jaxpr)
+        if (number := _jax.read_number(eqn)) is not None
+    }
+    return Partition(mesh, local, read)
+
+
+def devices(shardings: Sequence[Any]) -> int:
+    """Over how many devices values of these shardings are spread."""
+    mesh = _mesh([one for one in shardings if isinstance(one, NamedSharding)])
+    return 1 if mesh is None else mesh.size
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _mesh(shardings: Sequence[Any]) -> Any:
+    meshes = [one.mesh for one in shardings if one is not None]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if mesh.size > 1), None)
+
+
+def _equations(jaxpr: Any) -> Any:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in _jax.all_subjaxprs(eqn):
+            yield from _equations(sub.jaxpr)
+
+
+def _both_ways(layer: Layer) -> ClosedJaxpr:
+    forward = layer.linearised
+    everything = range(len(forward.jaxpr.eqns))
+    return _jax.followed_by(
+        forward, everything, layer.transposed, layer.residuals, forward.jaxpr.invars
+    )
+
+
+def _carried(layer: Layer, rows: Sequence[Spec | None]) -> Sequence[Spec | None]:
+    """How carries are split: before a layer as behind it."""
+    _, carry, _ = layer.body.split_in(rows)
+    return carry
+
+
+def _localised(layer: Layer, local: Localiser) -> Layer:
+    other = copy.copy(layer)
+    other.linearised = local(layer.linearised)
+    other.values = list(map(local.var, layer.values))
+    other.places = {var: place for place, var in enumerate(other.values)}
+    other._makers = {var: eqn for eqn in other.linearised.jaxpr.eqns for var in eqn.outvars}
+    other.__dict__["transposed"] = local(layer.transposed)
+    other.__dict__["digest"] = layer.digest
+    return other
