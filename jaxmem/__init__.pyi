@@ -25,9 +25,11 @@ from .fitting import ValueDecision as ValueDecision
 from .fitting import fit as fit
 from .fitting import frontier as frontier
 from .fitting import use_plan as use_plan
+from .hlo.collectives import Collective as Collective
 from .jobs.job import Job as Job
 from .jobs.verify import Verification as Verification
 from .jobs.verify import verify as verify
+from .parallel.zero import Zero as Zero
 from .plans.plan import Plan as Plan
 from .policies import Policy as Policy
 from .remat import remat as remat

@@ -12,7 +12,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from jaxmem.compile import options as compiler_options
 from jaxmem.compile.digest import digest
 from jaxmem.compile.program import Exported, Program
 from jaxmem.hlo.analysis import Analysis, analyse
+from jaxmem.hlo.replica_groups import Mesh
 from jaxmem.targets import installed
 
 # ---------------------------------------------------------------- types
@@ -196,13 +197,13 @@ class Elsewhere:
         assert self._running is not None
         with compiler_options.named():
             try:
-                return _outcome(self._running.output(), self._target)
+                return _outcome(self._running.output(), self._target, self._exported.mesh)
             except targets.CompileError as error:
                 added = targets.avoiding(str(error))
                 if added is None or added.keys() & self._options.keys():
                     raise
             self._running = self._begun({**self._options, **added})
-            found = _outcome(self._running.output(), self._target)
+            found = _outcome(self._running.output(), self._target, self._exported.mesh)
         text = {name: str(value) for name, value in added.items()}
         return dataclasses.replace(found, avoiding=text)
 
@@ -245,7 +246,7 @@ def _compiled_here(program: Program, options: dict[str, Any]) -> Compiled:
             "nothing to report; a program that runs nothing on the device has none, and neither "
             "have some plugins"
         )
-    found = _analysed(compiled.as_text(), *texts)
+    found = _analysed((compiled.as_text(), *texts), program.mesh())
     shardings = _shardings(compiled)
     known = targets.by_device_kind(device.device_kind)
     return Compiled(
@@ -279,10 +280,10 @@ def _without_jax_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _analysed(*texts: str | None) -> Analysis | None:
+def _analysed(texts: Sequence[str | None], mesh: Mesh) -> Analysis | None:
     """The analysis of the texts; None where there are none, or their format is unknown."""
     try:
-        return analyse(*(text or "" for text in texts)) if all(texts) else None
+        return analyse(*(text or "" for text in texts), mesh=mesh) if all(texts) else None
     except ValueError:
         return None
 
@@ -343,7 +344,9 @@ def _read(data: Any) -> Outcome | None:
         return None
 
 
-def _outcome(output: "targets.CompilerOutput", target: "targets.Target") -> Outcome:
+def _outcome(
+    output: "targets.CompilerOutput", target: "targets.Target", mesh: Mesh | None
+) -> Outcome:
     if output.too_large_space == "vmem":
         raise targets.CompileError(
             f"a kernel of the program needs more on-chip memory than {target.name} has: "
@@ -352,7 +355,7 @@ def _outcome(output: "targets.CompilerOutput", target: "targets.Target") -> Outc
         )
     return Outcome(
         stats=output.stats,
-        analysis=_analysed(output.hlo, output.assignment, output.live_range),
+        analysis=_analysed((output.hlo, output.assignment, output.live_range), mesh or ()),
         versions=output.versions,
         seconds=output.seconds,
         too_large_bytes=output.too_large_bytes,

@@ -193,7 +193,7 @@ class Program:
             kept=kept,
             donate=tuple(k for k, index in enumerate(kept) if self.arguments[index].donated),
             devices=found.nr_devices,
-            mesh=self._mesh() if found.nr_devices > 1 else None,
+            mesh=self.mesh() if found.nr_devices > 1 else None,
             memory_kinds=self._memory_kinds(kept, len(found.out_avals)),
         )
 
@@ -215,8 +215,8 @@ class Program:
                     raise CompileError(f"jax cannot export the program: {error}") from error
                 checks += new
 
-    def _mesh(self) -> tuple[tuple[str, int], ...]:
-        """The mesh that arguments are sharded over."""
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes of the mesh that arguments are sharded over; () for none."""
         for leaf in jax.tree.leaves((self.args, self.kwargs)):
             mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
             if mesh is not None and mesh.size > 1:

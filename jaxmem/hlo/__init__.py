@@ -9,3 +9,4 @@ from jaxmem.hlo.analysis import analyse as analyse
 from jaxmem.hlo.buffers import Buffer as Buffer
 from jaxmem.hlo.buffers import Loop as Loop
 from jaxmem.hlo.buffers import Timeline as Timeline
+from jaxmem.hlo.collectives import Collective as Collective

@@ -23,11 +23,13 @@ from jaxmem.hlo.buffers import (
     place,
     schedule,
 )
+from jaxmem.hlo.collectives import Collective, collectives
 from jaxmem.hlo.flops import matmul_flops
 from jaxmem.hlo.liveness import live_bytes, thinned
 from jaxmem.hlo.loops import trip_count
 from jaxmem.hlo.peak import rows
 from jaxmem.hlo.reorder import overlap_bytes
+from jaxmem.hlo.replica_groups import Mesh
 
 # ---------------------------------------------------------------- types
 
@@ -58,6 +60,7 @@ class Analysis:
         has_convolution: whether there are convolutions with a window, for which a GPU uses cuDNN.
         overlap_bytes: device memory at the peak that loops with transfers to or from the host
         would do without in another order.
+        collectives: what is sent between devices, those that send most first.
     """
 
     buffers: tuple[Buffer, ...]
@@ -78,6 +81,7 @@ class Analysis:
     padding_bytes: int
     has_convolution: bool
     overlap_bytes: int
+    collectives: tuple[Collective, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for `json`."""
@@ -96,13 +100,14 @@ class Analysis:
 # ---------------------------------------------------------------- API
 
 
-def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
+def analyse(hlo_text: str, assignment: str, live_range: str, mesh: Mesh = ()) -> Analysis:
     """Analyse a compiled program.
 
     Args:
       hlo_text: optimized HLO, `compiled.as_text()`.
       assignment: the "…-buffer-assignment.txt" of its dump.
       live_range: the "…-live-range.txt".
+      mesh: names and sizes of the axes of the mesh that the program is sharded over.
 
     Raises:
       ValueError: a text is not of the expected form; the message says which.
@@ -148,6 +153,7 @@ def analyse(hlo_text: str, assignment: str, live_range: str) -> Analysis:
         padding_bytes=sum(b.padding_bytes for b in listed),
         has_convolution=_has_convolution(module),
         overlap_bytes=overlap_bytes(module, order, points),
+        collectives=collectives(module, mesh),
     )
 
 

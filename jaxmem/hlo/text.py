@@ -8,6 +8,7 @@ interpret it.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator
 
@@ -114,6 +115,7 @@ class Module:
       home: the name of the computation that an instruction is in, by its name.
       frames: stack frames by number.
       tiled: whether shapes have tiles, which only those of TPUs have.
+      devices: how many it runs on.
     """
 
     computations: dict[str, Computation]
@@ -122,6 +124,7 @@ class Module:
     home: dict[str, str]
     frames: dict[int, Frame]
     tiled: bool
+    devices: int = 1
 
     @functools.cached_property
     def callers(self) -> dict[str, list[Instruction]]:
@@ -202,10 +205,20 @@ def parse(text: str) -> Module:
         home={i.name: home for i, home in found},
         frames=_frames(tables),
         tiled=any(":T(" in i._shape for i in computations[entry].instructions),
+        devices=_devices(text),
     )
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _devices(text: str) -> int:
+    """Partitions of the program times copies of it, as its first line says."""
+    start = text.find("HloModule ")
+    head = text[start : text.find("\n", start)] if start >= 0 else ""
+    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)
+    return math.prod(map(int, counts))
+
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")

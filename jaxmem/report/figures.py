@@ -7,6 +7,7 @@ from jaxmem.compile.program import Argument, Program
 from jaxmem.estimate.costs import Costs, costs
 from jaxmem.hlo.analysis import Analysis
 from jaxmem.hlo.buffers import Buffer
+from jaxmem.hlo.collectives import Collective, merged
 from jaxmem.report.lints import lints
 from jaxmem.report.parts import parts
 from jaxmem.report.report import MemoryReport, Places
@@ -83,6 +84,7 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         cached=compiled.cached,
         state=_state_bytes(program, compiled, arguments),
         parts=parts(program, compiled, arguments, buffers, whole, max(output - alias, 0)),
+        collectives=() if analysis is None else _sent(analysis, program, compiled),
     )
 
 
@@ -165,6 +167,19 @@ def _named(analysis: Analysis, program: Program, compiled: Compiled) -> tuple[Bu
         return dataclasses.replace(buffer, name=name)
 
     return tuple(named(buffer) for buffer in analysis.buffers)
+
+
+def _sent(analysis: Analysis, program: Program, compiled: Compiled) -> tuple[Collective, ...]:
+    """The collectives, arguments under the names that the user knows."""
+
+    def named(collective: Collective) -> Collective:
+        parameter = collective.parameter
+        if parameter is None or parameter >= len(compiled.kept):
+            return collective
+        name = program.arguments[compiled.kept[parameter]].name
+        return dataclasses.replace(collective, name=name)
+
+    return merged([named(collective) for collective in analysis.collectives])
 
 
 def _roofline(compiled: Compiled, work: Costs, matmul_flops: int | None) -> float | None:

@@ -18,6 +18,7 @@ from jaxmem._util.records import from_data, parsed, to_data
 from jaxmem._util.shown import Shown, picture
 from jaxmem._util.text import arrow, size
 from jaxmem.hlo.buffers import Buffer, Timeline
+from jaxmem.hlo.collectives import Collective
 from jaxmem.report.changes import ArgumentChange, BufferChange, argument_changes, buffer_changes
 
 Source = Literal["compiled", "measured", "estimated"]
@@ -138,6 +139,8 @@ class MemoryReport(Shown):
       device: the vendor's name of the device.
       platform: "cpu", "gpu" or "tpu".
       devices: how many devices the program runs on; all figures are per device.
+      collectives: what is sent between devices, by array, those that send most first; see
+        `jaxmem.Collective`.
       notes: caveats about the numbers.
       versions: of jax, jaxlib, jaxmem and the plugin that compiled it.
       flags: compiler flags and options that were set.
@@ -184,6 +187,7 @@ class MemoryReport(Shown):
     cached: bool
     state: dict[str, tuple[int, int]] = dataclasses.field(hash=False, default_factory=dict)
     parts: dict[str, Places] = dataclasses.field(hash=False, default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
 
     # ------------------------------------------------------------ derived
 
@@ -206,6 +210,11 @@ class MemoryReport(Shown):
         if self.matmul_flops is None or not self.model_matmul_flops:
             return None
         return self.matmul_flops / self.model_matmul_flops - 1
+
+    @property
+    def collective_bytes(self) -> int:
+        """What one device sends to others in one call, by the formulas of `jaxmem.Collective`."""
+        return sum(collective.total_bytes for collective in self.collectives)
 
     @property
     def allowance(self) -> str:
@@ -343,6 +352,10 @@ class Difference(Shown):
         return _minus(self.after.bytes_moved, self.before.bytes_moved)
 
     @property
+    def collective_bytes(self) -> int:
+        return self.after.collective_bytes - self.before.collective_bytes
+
+    @property
     def matmul_flops(self) -> int | None:
         return _minus(self.after.matmul_flops, self.before.matmul_flops)
 
@@ -418,7 +431,7 @@ class Difference(Shown):
 
 # ---------------------------------------------------------------- implementation
 
-_DERIVED = ("fits", "fits_by_default", "recompute_overhead", "verdict")
+_DERIVED = ("fits", "fits_by_default", "recompute_overhead", "collective_bytes", "verdict")
 _NUMBERS = (
     "required_bytes",
     "argument_bytes",
@@ -430,6 +443,7 @@ _NUMBERS = (
     "peak_bytes",
     "flops",
     "bytes_moved",
+    "collective_bytes",
     "matmul_flops",
     "recompute_overhead",
     "estimated_seconds",

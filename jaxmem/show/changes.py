@@ -168,6 +168,7 @@ def _work(d: "Difference") -> Table:
         ("matrix products", "matmul_flops", flops),
         ("recomputation", "recompute_overhead", signed_share),
         ("memory traffic", "bytes_moved", size),
+        ("sent to other devices", "collective_bytes", size),
         ("time, at least", "estimated_seconds", seconds),
     ):
         if getattr(d, name):

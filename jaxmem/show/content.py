@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem._util.text import size
 from jaxmem.show.blocks import Bar, Block, Column, Line, Part, Remark, Style, Table
+from jaxmem.show.collectives import collectives_table
 from jaxmem.show.parts import is_training, parts_table
 from jaxmem.show.words import clean, cut_source, flops, seconds, share, signed_share, typed
 
@@ -57,7 +58,7 @@ def page(report: "MemoryReport", most: int = 10) -> list[Block]:
 
 
 def tables(report: "MemoryReport", most: int) -> Iterator[Table]:
-    """What takes the memory, and the operations."""
+    """What takes the memory, what is sent between devices, and the operations."""
     groups = argument_groups(report)
     if groups:
         yield Table(
@@ -72,6 +73,8 @@ def tables(report: "MemoryReport", most: int) -> Iterator[Table]:
     items = at_peak(report)
     if items:
         yield peak_table(items, most)
+    if report.collectives:
+        yield collectives_table(report, (most + 1) // 2)
     rows = tuple(work(report))
     if rows:
         yield Table("operations of one call", (Column(), Column(least=20)), rows)
