@@ -300,10 +300,15 @@ class _Moments:
     in_backward = False
     wants_share = True
 
+    def specs(self, leaves: Sequence[jax.Array], names: Sequence[str]) -> PartitionSpec:
+        return PartitionSpec()
+
     def with_arrays(self, arrays: Any) -> "_Moments":
         return dataclasses.replace(self, arrays=arrays)
 
-    def begin(self, leaves: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    def begin(
+        self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]
+    ) -> list[tuple[jax.Array, jax.Array]]:
         mu, nu = self.arrays
         if [m.shape for m in mu] != [leaf.shape for leaf in leaves]:
             raise ValueError(

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem.accumulate import devices, modules
+from jaxmem.accumulate import modules, shards
 from jaxmem.accumulate.call import Call, positional, take_apart, there
 from jaxmem.accumulate.combine import Spec
 from jaxmem.accumulate.loop import Result, run
 from jaxmem.accumulate.mapped import axes_of, on_devices
 from jaxmem.accumulate.objective import Sink
 from jaxmem.accumulate.parts import Parts
+from jaxmem.accumulate.shards import Shards
 from jaxmem.accumulate.trees import at_least_float32, floating, sum_dtype, weighed
 from jaxmem.accumulate.weighted import check_finished, ratio
+from jaxmem.parallel.zero import Zero
 
 # ---------------------------------------------------------------- types
 
@@ -58,6 +60,7 @@ def value_and_grad(
     accumulator_dtype: Any = jnp.float32,
     gradient_dtype: Any = None,
     return_weight: bool = False,
+    zero: Zero | None = None,
 ) -> Callable[..., Any]:
     """The value and the gradient of a batch, computed microbatch by microbatch.
 
@@ -102,6 +105,9 @@ def value_and_grad(
       accumulator_dtype: what gradients are summed in; None for each parameter's own dtype.
         Parameters of 64 bits keep theirs.
       gradient_dtype: what gradients come back in; None for what they were summed in.
+      zero: the `jaxmem.Zero` by which training state is split over devices: gradients come back
+        in shards, and each layer's is reduce-scattered into its own as the backward pass has it.
+        With `batch_sharding`, stage 1 sums on each device, and reduce-scatters once a step.
       return_weight: return ((value, `BatchAux`), gradients), which tells the weight.
 
     Returns:
@@ -152,7 +158,9 @@ def value_and_grad(
         return_weight=return_weight,
     )
     sink = Mean(
-        floating("accumulator_dtype", accumulator_dtype), floating("gradient_dtype", gradient_dtype)
+        floating("accumulator_dtype", accumulator_dtype),
+        floating("gradient_dtype", gradient_dtype),
+        shards.checked("value_and_grad", zero, batch_sharding),
     )
 
     single = isinstance(positions, int)
@@ -262,10 +270,12 @@ class Mean:
     Attributes:
       dtype: what is summed in; None for each leaf's own.
       result_dtype: what comes back; None for what was summed in.
+      zero: by which gradients are held in shards.
     """
 
     dtype: np.dtype | None
     result_dtype: np.dtype | None
+    zero: Zero | None
     in_backward = False
     wants_share = False
     arrays = ()
@@ -273,16 +283,24 @@ class Mean:
     def with_arrays(self, arrays: Any) -> "Mean":
         return self
 
-    def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        return [jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self.dtype)) for leaf in leaves]
+    def specs(self, leaves: Sequence[jax.Array], names: Sequence[str]) -> Any:
+        return shards.specs(self.zero, names, leaves)
 
-    def add(self, held: jax.Array, gradient: jax.Array, factor: Any) -> jax.Array:
+    def begin(
+        self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]
+    ) -> list[Any]:
+        zeros = [jnp.zeros_like(leaf, dtype=sum_dtype(leaf, self.dtype)) for leaf in leaves]
+        return shards.begun(self.zero, names, leaves, zeros, axes)
+
+    def add(self, held: Any, gradient: jax.Array, factor: Any) -> Any:
+        if isinstance(held, Shards):
+            return held.added(self.add, gradient, factor)
         dtype = at_least_float32(held.dtype, gradient.dtype)
         new = gradient if factor is None else weighed(gradient, factor)
         return (held.astype(dtype) + new.astype(dtype)).astype(held.dtype)
 
     def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> list[jax.Array]:
-        return [self.divided(leaf, divisor, leaf) for leaf in devices.summed(held, axes)]
+        return shards.finished(self.divided, held, divisor, axes)
 
     def divided(self, total: jax.Array, divisor: Any, leaf: jax.Array) -> jax.Array:
         dtype = sum_dtype(leaf, self.dtype if self.result_dtype is None else self.result_dtype)

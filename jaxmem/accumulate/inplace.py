@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.accumulate import gathered, shards
+from jaxmem.accumulate.casts import rounded_rows
+from jaxmem.accumulate.shards import Shards
+from jaxmem.parallel.split import Split
 from jaxmem.plans.plan import Plan
 from jaxmem.rewrite.apply import through
 from jaxmem.stacked import Form, Into
@@ -88,7 +93,12 @@ def find(closed: ClosedJaxpr, candidates: Sequence[int], wanted: Sequence[int]) 
 
 
 def evaluate(
-    stacked: Stacked, args: Sequence[Any], held: Mapping[int, Any], factor: Any, add: Add
+    stacked: Stacked,
+    args: Sequence[Any],
+    held: Mapping[int, Any],
+    factor: Any,
+    add: Add,
+    splits: Mapping[int, Split] = types.MappingProxyType({}),
 ) -> tuple[list[Any], dict[int, Any], Any]:
     """The function, with what is held for its stacked parameters passed through.
 
@@ -98,12 +108,14 @@ def evaluate(
       held: by number of an argument, a tree of arrays stacked as it is.
       factor: a scalar.
       add: how a gradient is added.
+      splits: of other arguments, how those are split that have to be gathered where they are read.
 
     Returns:
       The results, and `held` and `factor` as they are.  Given what is held before as their
       cotangents, and any factor, the cotangents of `held` are what is held afterwards.
     """
     held = dict(held)
+    gradients: list[Any] = []  # of the backward pass so far
 
     def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
         nonlocal factor
@@ -112,30 +124,34 @@ def evaluate(
             return through(eqn, operands, stacked.at, special)
         own = {place: held[number] for place, number in places.items()}
         scope: Any = contextlib.nullcontext
-        if any(map(_jax.is_on_host, operands)):  # of which jax would keep rows on the device
-            linear, scope = reversed_by(eqn, stacked.wanted[id(eqn)])
+        # Of arrays on the host, jax would keep rows on the device, and of shards copies.
+        in_shards = any(isinstance(rows, Shards) for rows in own.values())
+        if in_shards or any(map(_jax.is_on_host, operands)):
+            linear, scope = reversed_by(eqn, stacked.wanted[id(eqn)], in_shards)
+            linear = gathered.gathering(linear, shards.gathered(own))
         else:
             linear = _schedule(eqn, stacked.wanted[id(eqn)])
         if linear is None:
             outs, own, factor = _scan(_form(eqn), operands, own, factor, add)
         else:
             with scope(operands):
-                outs, own, factor = _stack(linear, operands, own, factor, add)
+                outs, own, factor = _stack(linear, operands, own, factor, add, gradients)
         held.update({number: own[place] for place, number in places.items()})
         return outs
 
-    outs = _jax.evaluate(stacked.closed, args, special)
+    outs = gathered.evaluate(stacked.closed, args, splits, special, gradients.append)
     return outs, held, factor
 
 
 def reversed_by(
-    eqn: Any, wanted: Sequence[bool]
+    eqn: Any, wanted: Sequence[bool], looks_into_checkpoints: bool = False
 ) -> tuple[Tangent, Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]]]:
     """A scan, under a policy or not, by a schedule that reads and writes single rows.
 
     Args:
       eqn: its equation.
       wanted: which operands are differentiated.
+      looks_into_checkpoints: whether what keeps casts in the loop does so in a `jax.checkpoint`.
 
     Returns:
       The schedule, and what has to be open where it runs.
@@ -150,6 +166,8 @@ def reversed_by(
         note_plan(stack.policy, linear.plan)
         return linear, functools.partial(stack.scope, linear.layer, linear.plan)
     form = _form(eqn)
+    if casting_rows and looks_into_checkpoints:
+        form = dataclasses.replace(form, body=rounded_rows(form.body))
     layer = Layer(form.body, differentiated(form.body, *form.body.split_in(wanted)))
     layer = layer.casting_rows() if casting_rows else layer
     return Tangent(form, layer, Plan.none(form.length)), contextlib.nullcontext
@@ -299,7 +317,12 @@ def _scan(
 
 
 def _stack(
-    linear: Tangent, operands: list[Any], held: dict[int, Any], factor: Any, add: Add
+    linear: Tangent,
+    operands: list[Any],
+    held: dict[int, Any],
+    factor: Any,
+    add: Add,
+    gradients: Sequence[Any],
 ) -> tuple[list[Any], dict[int, Any], Any]:
     """A stack with a schedule of its own, which adds where it would write."""
     wrt = linear.wrt
@@ -327,6 +350,7 @@ def _stack(
             if flag
         ]
         numbers = {place: wanted.index(place) - first for place in held}
+        held = shards.after(held, [*(ct for ct in given if ct is not None), *gradients])
         into = Into({numbers[place]: rows for place, rows in held.items()}, factor, add)
         if any(ct is not None for ct in given):
             pulled = iter(linear.pull(residuals, given, into))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import _jax
-from jaxmem.accumulate import devices
+from jaxmem.accumulate import devices, shards
 from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.combine import Spec
 from jaxmem.accumulate.micro import Micro
@@ -124,11 +124,17 @@ class _Loop:
 
         sums = self._sums(terms)
         state = (
-            self.sink.begin([_jax.on_device(self.call.leaves[path]) for path in self.shared]),
+            self.sink.begin(
+                [_jax.on_device(self.call.leaves[path]) for path in self.shared],
+                [self.call.names[path] for path in self.shared],
+                self.axes,
+            ),
             sums,
             self.spec.zeros(aux) if self.has_aux else [],
             carry,
         )
+        if self.split.microbatches == 1:
+            state = (shards.only_once(state[0], True), *state[1:])
         state = self._varying(state)
         collected = []
         for group, rows in self.groups:
@@ -139,6 +145,7 @@ class _Loop:
             outs = []
             if count == 1:
                 state, out = body(state, group.first)
+                state = (shards.only_once(state[0], False), *state[1:])
                 outs.append(jax.tree.map(lambda leaf: leaf[None], out))
             elif count:
                 numbers = jnp.arange(group.first, group.first + count)

@@ -69,12 +69,17 @@ def on_devices(
             list(result.rows.values()),
         )
 
+    own_diff = [path for path in call.diff if path not in own]
+    held_specs = sink.specs(
+        [call.leaves[path] for path in own_diff], [call.names[path] for path in own_diff]
+    )
+    whole_spec = PartitionSpec()
     # Types that tell what varies over devices would ask `fun` to be written for them.
     (value, weights, held, whole), (split, row_gradients) = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=([rows if path in own else PartitionSpec() for path in paths], PartitionSpec()),
-        out_specs=(PartitionSpec(), rows),
+        out_specs=((whole_spec, whole_spec, held_specs, whole_spec), rows),
         axis_names=set(axes),
         check_vma=False,
     )([call.leaves[path] for path in paths], sink.arrays)

@@ -17,10 +17,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jaxmem.accumulate import extra_args
+from jaxmem.accumulate import extra_args, shards
 from jaxmem.accumulate.stepped import stepped
 from jaxmem.accumulate.trees import at_least_float32, described, difference, floating, sum_dtype
 from jaxmem.accumulate.weighted import checked_weight, ratio
+from jaxmem.parallel.zero import Zero
 
 # ---------------------------------------------------------------- types
 
@@ -87,6 +88,9 @@ class MultiSteps:
         optimizer gets as their mean over the window, by the same weights: by
         default `value`, a scalar.  A mapping gives an example of each, if it is not
         a scalar, or None for one of which the last is meant.
+      zero: the `jaxmem.Zero` by which training state is split over devices: the accumulator is in
+        shards, and gradients are reduce-scattered into it.  Begin with ``zero.init(tx, params)``,
+        and step with `jaxmem.apply_gradients`, which takes `zero=`, too.
 
     Raises:
       TypeError: `opt` is no optimizer, or a number is none.
@@ -114,6 +118,7 @@ class MultiSteps:
         accumulator_dtype: Any = jnp.float32,
         *,
         accumulated_args: Sequence[str] | Mapping[str, Any] = ("value",),
+        zero: Zero | None = None,
     ) -> None:
         if not (callable(getattr(opt, "init", None)) and callable(getattr(opt, "update", None))):
             raise TypeError(
@@ -130,6 +135,7 @@ class MultiSteps:
         self._should_skip = should_skip_update_fn
         self._dtype = floating("accumulator_dtype", accumulator_dtype)
         self._examples = extra_args.examples(accumulated_args)
+        self._zero = shards.checked("MultiSteps", zero)
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
@@ -153,7 +159,7 @@ class MultiSteps:
             mini_step=zero(),
             gradient_step=zero(),
             inner_opt_state=self._opt.init(params),
-            acc_grads=acc_grads,
+            acc_grads=shards.scattered(self._zero, acc_grads),
             skip_state=skip_state,
             weight=jnp.zeros((), jnp.finfo(dtype).dtype),
             skipped=zero(),
@@ -200,6 +206,7 @@ class MultiSteps:
             raise ValueError(
                 f"MultiSteps.update: {found}; pass gradients of the parameters that init was given"
             )
+        updates = shards.scattered(self._zero, updates)
         length = _window("every_k_schedule(gradient_step)", self._schedule(state.gradient_step))
         if weight is not None:
             weight = checked_weight("MultiSteps.update: weight", weight, state.weight.dtype)
@@ -227,13 +234,13 @@ class MultiSteps:
             self._opt, steps, updates, mean, state.inner_opt_state, params, passed
         )
 
-        return changes, MultiStepsState(
+        return shards.scattered(self._zero, changes), MultiStepsState(
             mini_step=jnp.where(ends, 0, mini_step),
             gradient_step=jnp.where(
                 steps, optax.safe_increment(state.gradient_step), state.gradient_step
             ),
             inner_opt_state=inner,
-            acc_grads=mean,
+            acc_grads=shards.scattered(self._zero, mean),
             skip_state=skip_state,
             weight=jnp.where(ends, 0, total),
             skipped=(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import _jax
-from jaxmem.accumulate import inplace
+from jaxmem.accumulate import inplace, shards
 from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.trees import weighed
 from jaxmem.accumulate.weighted import Weighted, counted, ratio, summed
@@ -40,12 +40,23 @@ class Sink(Protocol):
         """A tree of what `begin` reads in addition to the leaves; every device gets it whole."""
         ...
 
+    def specs(self, leaves: Sequence[jax.Array], names: Sequence[str]) -> Any:
+        """Where what `end` returns lies over devices, as `jax.shard_map` is told."""
+        ...
+
     def with_arrays(self, arrays: Any) -> "Sink":
         """The same with these arrays."""
         ...
 
-    def begin(self, leaves: Sequence[jax.Array]) -> list[Any]:
-        """What is held for each leaf before the first microbatch: trees of arrays of its shape."""
+    def begin(
+        self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]
+    ) -> list[Any]:
+        """What is held for each leaf before the first microbatch: trees of arrays of its shape.
+
+        Args:
+          names: their paths, as in `Call.names`.
+          axes: see `end`.
+        """
         ...
 
     def add(self, held: Any, gradient: jax.Array, factor: Any) -> Any:
@@ -140,12 +151,13 @@ class Objective:
         alone = [k for k in range(len(shared)) if k not in stacked.arguments]
         rest = [_jax.on_device(leaf) for leaf in flat[len(shared) + len(split) :]]
         own = {k: held[k] for k in sorted(stacked.arguments)}
+        splits = shards.gathered({k: held[k] for k in alone})
 
         def of(given: list[Any], split: list[Any], own: Any, factor: Any) -> Any:
             full = [*shared, *split, *rest]
             for k, leaf in zip(alone, given, strict=True):
                 full[k] = leaf
-            outs, own, factor = inplace.evaluate(stacked, full, own, factor, add)
+            outs, own, factor = inplace.evaluate(stacked, full, own, factor, add, splits)
             # What is constant comes out of a jaxpr as a number.
             value, found = out_tree.unflatten(map(jnp.asarray, outs))
             return (value, own, factor), found

@@ -7,13 +7,22 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import _jax
-from jaxmem.accumulate.trees import difference
+from jaxmem.accumulate import shards
+from jaxmem.accumulate.trees import difference, leaf_names
+from jaxmem.parallel.zero import Zero
 from jaxmem.state import rows, stored
+from jaxmem.state.places import Places
 from jaxmem.state.update import Known, taken_apart, traced
 
 
 def apply_gradients(
-    optimizer: Any, gradients: Any, state: Any, params: Any, **extra: Any
+    optimizer: Any,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    *,
+    zero: Zero | None = None,
+    **extra: Any,
 ) -> tuple[Any, Any]:
     """Parameters and state after a step, large arrays on the host computed some rows at a time.
 
@@ -40,6 +49,8 @@ def apply_gradients(
       gradients: of the parameters, on the host or on the device.
       state: of the optimizer.
       params: a tree of arrays.
+      zero: the `jaxmem.Zero` by which parameters and state are split over devices: the update is
+        computed in shards, and parameters are gathered from them in stages 1 and 2.
       extra: as the optimizer's `update` takes them, such as ``value=``.
 
     Returns:
@@ -62,6 +73,10 @@ def apply_gradients(
     own, tree = jax.tree.flatten(params)
     own, given = (list(map(jnp.asarray, leaves)) for leaves in (own, jax.tree.leaves(gradients)))
     held, state_tree = stored.flatten(state)
+    names = leaf_names(params, "params")
+    places = Places.of(shards.checked("apply_gradients", zero), names, own, state)
+    before, own = own, [places.shards(leaf, param) for leaf, param in enumerate(own)]
+    given = [places.gradient(leaf, gradient) for leaf, gradient in enumerate(given)]
     rest, filled = rows.arrays_in(extra)
 
     def flat(gradients: Any, state: Any, params: Any, rest: Any) -> tuple[Any, Any]:
@@ -80,4 +95,6 @@ def apply_gradients(
     known.learn(dict(zip(closed.jaxpr.invars[2 * len(own) + len(held) :], rest, strict=True)))
     done = rows.finished(known, given, held, own)
     after, new = rows.collected(known, done, held)
-    return tree.unflatten(map(_jax.beside, new, own)), state_tree.unflatten(after)
+    new = list(map(_jax.beside, new, own))
+    new = [places.whole(leaf, *pair) for leaf, pair in enumerate(zip(before, new, strict=True))]
+    return tree.unflatten(new), state_tree.unflatten(places.state_in_shards(after))

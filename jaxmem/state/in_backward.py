@@ -23,11 +23,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.accumulate import inplace
+from jaxmem.accumulate import gathered, inplace
 from jaxmem.accumulate.devices import as_varying
 from jaxmem.stacked import Into
 from jaxmem.stacked.stack import Tangent
 from jaxmem.state import rows, stored
+from jaxmem.state.places import NOWHERE, Places
 from jaxmem.state.update import (
     Known,
     RowProgram,
@@ -60,6 +61,7 @@ class Task:
       seed: from all results to the cotangent of the value, the value that the optimizer is told,
         and how the gradient of a parameter follows from what was summed and this pass's.
       passes: how many backward passes there may be.
+      places: where all these lie.
     """
 
     closed: ClosedJaxpr
@@ -71,6 +73,7 @@ class Task:
     seed: Callable[[Sequence[Any]], tuple[Any, Any, Total]]
     gradient_types: Sequence[Any]
     passes: int
+    places: Places = NOWHERE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +128,8 @@ def run(task: Task) -> Done:
         full = [*task.params, *task.rest]
         for leaf, value in zip(alone, given, strict=True):
             full[leaf] = value
-        outs = _jax.evaluate(closed, full, functools.partial(special, token))
+        splits = task.places.gathered({leaf: leaf for leaf in alone})
+        outs = gathered.evaluate(closed, full, splits, functools.partial(special, token))
         outs = [_jax.as_array(out, aval) for out, aval in zip(outs, closed.out_avals, strict=True)]
         return outs[0], outs
 
@@ -141,7 +145,7 @@ def run(task: Task) -> Done:
         gradients, _ = pull(seed)
         handover.end_pass(
             {
-                leaf: total(leaf, task.before[leaf], gradient)
+                leaf: total(leaf, task.before[leaf], task.places.gradient(leaf, gradient))
                 for leaf, gradient in zip(alone, gradients, strict=True)
             }
         )
@@ -211,7 +215,7 @@ def _run_stack(
     handover: "_Handover",
 ) -> list[Any]:
     """A stack whose backward pass reads from, and writes to, what is handed over."""
-    tangent = linear.tangent
+    tangent = gathered.gathering(linear.tangent, handover.task.places.gathered(places))
     wrt = tangent.wrt
     wanted = [place for place, flag in enumerate(wrt.ins) if flag]
     first = sum(place < tangent.first_x for place in wanted)
@@ -283,6 +287,7 @@ class _Rows(Into):
     update: Any = None
     programs: Mapping[int, RowProgram] = dataclasses.field(default_factory=dict)
     total: Total = lambda leaf, before, gradient: gradient
+    places: Places = NOWHERE
 
     def computed(self, number: int, own: Sequence[Any], gradient: Any, index: Any) -> list[Any]:
         """Results of the program for one row.
@@ -296,11 +301,14 @@ class _Rows(Into):
         before = sums[number]
         if before is not None:
             before = lax.dynamic_index_in_dim(before, index, keepdims=False)
-        gradient = self.total(leaf, before, gradient)
+        gradient = self.total(leaf, before, self.places.gradient(leaf, gradient))
         names = [update.gradient(leaf), update.param(leaf), *map(update.state, update.held[leaf])]
+        own = self.places.in_shards(leaf, update.held[leaf], own)
         rows = dict(zip(names, [gradient[None], *own], strict=True))
         program = self.programs[leaf]
-        return program(dict(zip(program.whole, wholes[number], strict=True)), rows, index)
+        new = program(dict(zip(program.whole, wholes[number], strict=True)), rows, index)
+        count = len(own) if self.held[number].arrays else 0
+        return [*self.places.stored(leaf, update.held[leaf], new[:count]), *new[count:]]
 
     def inputs(self, xs: Sequence[Any], state: Sequence[Any], wrt: Sequence[bool]) -> Sequence[Any]:
         wanted = [place for place, flag in enumerate(wrt) if flag]
@@ -341,8 +349,13 @@ class _Rows(Into):
         eqns = self.update.sums_of(leaf, self.pass_number)
         parts = new[len(arrays) :]
         return _Held(
-            tuple(
-                stored.with_rows(array, row, index) for array, row in zip(arrays, new, strict=False)
+            self.places.stored(
+                leaf,
+                self.update.held[leaf],
+                [
+                    stored.with_rows(array, row, index)
+                    for array, row in zip(arrays, new, strict=False)
+                ],
             ),
             tuple(
                 combined(eqn, total, part)
@@ -402,7 +415,9 @@ class _Handover:
 
     def __init__(self, update: Update, task: Task) -> None:
         self.update, self.task = update, task
-        self.known = Known(update, task.state, list(map(_jax.on_device, task.params)))
+        # What is updated after the pass is so in shards; the function has read it as it is.
+        self.params = [task.places.shards(leaf, param) for leaf, param in enumerate(task.params)]
+        self.known = Known(update, task.state, list(map(_jax.on_device, self.params)))
         # Inside `shard_map`, what is written to has the type of what is written.
         self.arrays = {
             leaf: (
@@ -459,6 +474,7 @@ class _Handover:
             update=self.update,
             programs=self.programs,
             total=self.total,
+            places=self.task.places,
         )
 
     def take(self, found: Mapping[int, Any]) -> None:
@@ -496,9 +512,14 @@ class _Handover:
         """Parameters and state after the last pass."""
         update, task = self.update, self.task
         whole = [self.known.values.get(update.gradient(k)) for k in range(update.num_params)]
-        found = rows.finished(self.known, whole, task.state, task.params)
+        found = rows.finished(self.known, whole, task.state, self.params)
         for leaf, (param, *state) in self.arrays.items():
             found["param", leaf] = param
             found |= {("state", n): a for n, a in zip(update.held[leaf], state, strict=True)}
         state, params = rows.collected(self.known, found, task.state)
-        return list(map(_jax.beside, params, task.params)), state
+        params = list(map(_jax.beside, params, task.params))
+        params = [
+            param if leaf in self.arrays else task.places.whole(leaf, task.params[leaf], param)
+            for leaf, param in enumerate(params)
+        ]
+        return params, task.places.state_in_shards(state)

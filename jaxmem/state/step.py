@@ -17,7 +17,7 @@ import optax
 from jaxmem import _jax
 from jaxmem._util.imported import nnx_is_used
 from jaxmem._util.text import columns, size
-from jaxmem.accumulate import modules
+from jaxmem.accumulate import modules, shards
 from jaxmem.accumulate.call import Call, positional, there
 from jaxmem.accumulate.gradient import Mean, accumulate, outputs
 from jaxmem.accumulate.micro import real_loss
@@ -32,8 +32,10 @@ from jaxmem.accumulate.trees import (
 )
 from jaxmem.accumulate.weighted import Weighted
 from jaxmem.errors import JaxmemWarning, check_positive, warn
+from jaxmem.parallel.zero import Zero
 from jaxmem.state import created, in_backward, stored
 from jaxmem.state.in_backward import Done, Task, Total
+from jaxmem.state.places import Places
 from jaxmem.state.update import traced
 from jaxmem.state.wrapping import check_optimizer
 from jaxmem.trace.arguments import is_array
@@ -110,6 +112,7 @@ def value_and_update(
     accumulator_dtype: Any = jnp.float32,
     return_weight: bool = False,
     passes: int = 2,
+    zero: Zero | None = None,
 ) -> "Step":
     """A training step that updates each layer as soon as the backward pass has its gradient.
 
@@ -154,6 +157,8 @@ def value_and_update(
       batch_argnums, rng_argnums, carry_argnums, aux, accumulator_dtype, return_weight: for
         microbatches, as for `jaxmem.value_and_grad`; positions are those of fun's arguments.
       passes: how many backward passes there may be.
+      zero: the `jaxmem.Zero` by which parameters and state are split over devices: each row of a
+        layer's parameters is updated in shards, and gathered where they are whole.
 
     Returns:
       The step: (params, state, *arguments of fun) -> (value, params, state), and
@@ -214,7 +219,8 @@ def value_and_update(
         if 0 in parts.batch_argnums:
             raise ValueError(_BATCH_IS_PARAMS)
     dtype = floating("accumulator_dtype", accumulator_dtype)
-    return Step(fun, optimizer, has_aux, parts, dtype, check_positive("passes", passes))
+    zero = shards.checked("value_and_update", zero)
+    return Step(fun, optimizer, has_aux, parts, dtype, check_positive("passes", passes), zero)
 
 
 class Step:
@@ -228,9 +234,10 @@ class Step:
         parts: Parts | None,
         dtype: np.dtype | None,
         passes: int,
+        zero: Zero | None,
     ) -> None:
         self._fun, self._optimizer, self._has_aux = fun, optimizer, has_aux
-        self._parts, self._dtype, self._passes = parts, dtype, passes
+        self._parts, self._dtype, self._passes, self._zero = parts, dtype, passes, zero
         functools.update_wrapper(self, fun)
         vars(self).pop("__wrapped__")  # whose signature has no state
 
@@ -368,6 +375,7 @@ class Step:
                 seed=seed,
                 gradient_types=[_type(leaf, leaf.dtype) for leaf in leaves],
                 passes=self._passes,
+                places=Places.of(self._zero, names, leaves, state),
             )
         )
         value, *outs = done.outs
@@ -387,7 +395,13 @@ class Step:
         if 0 in there(self._fun, given, "batch_argnums", self._parts.batch_argnums):
             raise ValueError(_BATCH_IS_PARAMS)
         sink = _Updating(
-            self._dtype, None, self._optimizer, state, self._passes, self._parts.microbatches
+            self._dtype,
+            None,
+            self._zero,
+            self._optimizer,
+            state,
+            self._passes,
+            self._parts.microbatches,
         )
         result, call = accumulate(self._fun, self._parts, sink, given, kwargs, filters)
         done = result.held
@@ -411,11 +425,15 @@ class _Updating(Mean):
     microbatches: int
     in_backward = True
 
-    def begin(self, leaves: Sequence[jax.Array]) -> list[Any]:
-        return [None] * len(leaves) if self.microbatches == 1 else super().begin(leaves)
+    def begin(
+        self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]
+    ) -> list[Any]:
+        if self.microbatches == 1:
+            return [None] * len(leaves)
+        return super().begin(leaves, names, axes)
 
     def nothing(self, gradient: jax.Array) -> jax.Array:
-        return super().begin([gradient])[0]
+        return jnp.zeros_like(gradient, dtype=sum_dtype(gradient, self.dtype))
 
     def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> Any:
         return held
@@ -433,6 +451,7 @@ class _Updating(Mean):
         trees = _Trees(self.optimizer, _pure(call.trees[0], params), params, self.state)
         types = [_type(leaf, sum_dtype(leaf, self.dtype)) for leaf in params]
         value = closed.out_avals[0]
+        names = [call.names[path] for path in call.diff]
         return in_backward.run(
             Task(
                 closed=closed,
@@ -440,10 +459,11 @@ class _Updating(Mean):
                 rest=rest,
                 state=trees.state_leaves,
                 update=trees.update(_type(value, at_least_float32(value.dtype))),
-                before=held,
+                before=shards.opened(held),
                 seed=seed,
                 gradient_types=types,
                 passes=self.passes,
+                places=Places.of(self.zero, names, params, self.state),
             )
         )
 
