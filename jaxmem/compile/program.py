@@ -38,6 +38,8 @@ class Argument:
       field: of an optimizer's state, such as "mu"; None for what is none.
       is_parameter: whether it is one of the model's parameters.
       disk_bytes: of the array on disk that it stands for; 0 for an array in memory.
+      split: for each dimension the axes of the mesh that it is split over; None for an array
+        without such a sharding of its own.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Argument:
     field: str | None = None
     is_parameter: bool = False
     disk_bytes: int = 0
+    split: tuple[tuple[str, ...], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +146,7 @@ class Program:
         infos = named_leaves(self.fn, in_args, in_kwargs, positions)
         given = [self.args[k] for k in positions] + [self.kwargs[k] for k in sorted(in_kwargs)]
         kinds = [_memory_kind(leaf) for tree in given for leaf in jax.tree.leaves(tree)]
+        splits = [_split(leaf) for tree in given for leaf in jax.tree.leaves(tree)]
         states = [leaf for tree in given for leaf in state_leaves(tree)]
         places = [*positions, *[None] * len(in_kwargs)]
         whose = [
@@ -164,9 +168,10 @@ class Program:
                 field=field,
                 is_parameter=is_parameter,
                 disk_bytes=state.disk_bytes,
+                split=split,
             )
-            for (name, info), kind, field, is_parameter, state in zip(
-                infos, kinds, found.fields, found.parameters, states, strict=True
+            for (name, info), kind, field, is_parameter, state, split in zip(
+                infos, kinds, found.fields, found.parameters, states, splits, strict=True
             )
         ]
 
@@ -285,6 +290,16 @@ def _without_callbacks(tree: Any) -> Any:
 def _memory_kind(leaf: Any) -> str | None:
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     return kind if kind is not None and "host" in kind else None
+
+
+def _split(leaf: Any) -> tuple[tuple[str, ...], ...] | None:
+    """The axes that each dimension is split over, by a `NamedSharding`."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+    if not isinstance(spec, jax.sharding.PartitionSpec):
+        return None
+    parts = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
+    axes = [tuple(str(axis) for axis in part) for part in parts]
+    return tuple(axes + [()] * (len(leaf.shape) - len(axes)))
 
 
 def _dynamic_positions(args: Sequence[Any], traced: Sequence[Any]) -> list[int]:

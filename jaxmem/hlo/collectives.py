@@ -20,7 +20,7 @@ from jaxmem.hlo import naming
 from jaxmem.hlo.collective_fusions import end_of_chain, is_continued, is_scattered
 from jaxmem.hlo.loops import trip_count
 from jaxmem.hlo.replica_groups import Mesh, axes_along, axes_of, pairs, replica_groups
-from jaxmem.hlo.roles import reading_phases
+from jaxmem.hlo.roles import readers
 from jaxmem.hlo.shapes import Shape
 from jaxmem.hlo.text import Instruction, Module
 from jaxmem.hlo.values import Value, way
@@ -65,6 +65,7 @@ class Collective:
       recomputed: whether only recomputation asks for it: it is in the scope of
         `jax.checkpoint`'s recomputation, and no other operation of the backward pass reads it.
       in_loop: whether it is inside of a loop.
+      of_stack: whether a loop reads slices of what it gives, as of a stack of layers.
     """
 
     kind: Kind
@@ -81,6 +82,7 @@ class Collective:
     parameter: int | None
     recomputed: bool
     in_loop: bool
+    of_stack: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -190,7 +192,8 @@ class _Reader:
             kind = opcode
             if kind == "all-reduce" and is_scattered(self._module, instruction, k, len(arrays)):
                 kind = "reduce-scatter"
-            recomputed = self._is_recomputed(instruction, (k,) if len(arrays) > 1 else ())
+            result = self._result(instruction, (k,) if len(arrays) > 1 else ())
+            recomputed, of_stack = self._is_recomputed(instruction, result), self._is_sliced(result)
             for value, part in _concatenated(self._module, operand, shape):
                 found = naming.origin(self._module, value[0].name, value[1])
                 where = _asking(self._module, instruction)
@@ -211,6 +214,7 @@ class _Reader:
                     parameter=found.parameter,
                     recomputed=recomputed,
                     in_loop=False,
+                    of_stack=of_stack,
                 )
 
     def _groups(self, instruction: Instruction, opcode: str) -> tuple[int, tuple[str, ...]]:
@@ -230,17 +234,24 @@ class _Reader:
             groups, largest = (tuple(range(devices)),), devices
         return largest, axes_of(groups, self._mesh)
 
-    def _is_recomputed(self, instruction: Instruction, index: tuple[int, ...]) -> bool:
-        names = [i.op_name for i in _asking(self._module, instruction) if i.op_name][:1]
-        if not any(naming.phase(name) == "recomputed" for name in names):
-            return False
-        value = (instruction, index)
+    def _result(self, instruction: Instruction, index: tuple[int, ...]) -> Value:
+        """What it gives, at its end where it has two halves or is a chain of steps."""
+        if done := end_of_chain(self._module, instruction):
+            return done, ()
         for user, _ in self._module.users.get(instruction.name, ()):
             if user.opcode.endswith("-done"):
-                value = (user, index)
-        if done := end_of_chain(self._module, instruction):
-            value = (done, ())
-        return "backward" not in reading_phases(self._module, value)
+                return user, index
+        return instruction, index
+
+    def _is_recomputed(self, instruction: Instruction, result: Value) -> bool:
+        named = (i.op_name for i in _asking(self._module, instruction) if i.op_name)
+        if naming.phase(next(named, "")) != "recomputed":
+            return False
+        return "backward" not in {naming.phase(r.op_name) for r in readers(self._module, result)}
+
+    def _is_sliced(self, result: Value) -> bool:
+        slices = (r for r in readers(self._module, result) if r.opcode == "dynamic-slice")
+        return any(_is_in_loop(self._module, one) for one in slices)
 
 
 _BY_COPY = ("all-gather", "all-reduce", "reduce-scatter")
@@ -296,6 +307,11 @@ def _concatenated(module: Module, value: Value, shape: Shape) -> list[tuple[Valu
         dims = max((f.dims for f in same), key=len, default=part.shape.dims)
         found.append(((part, ()), Shape(shape.dtype, dims)))
     return found
+
+
+def _is_in_loop(module: Module, instruction: Instruction) -> bool:
+    outermost = _asking(module, instruction)[-1]
+    return module.home[outermost.name] != module.entry
 
 
 def _asking(module: Module, instruction: Instruction) -> list[Instruction]:

@@ -8,7 +8,7 @@ operation of the backward pass reads it; so values are followed forwards, to wha
 from collections.abc import Iterator
 
 from jaxmem.hlo.buffers import Role
-from jaxmem.hlo.naming import DULL, Origin, Phase, operation, origin, phase, steps_back
+from jaxmem.hlo.naming import DULL, Origin, operation, origin, phase, steps_back
 from jaxmem.hlo.text import Instruction, Module
 from jaxmem.hlo.values import Value, way
 
@@ -34,18 +34,10 @@ def role(module: Module, value: Value, known: Origin) -> Role:
 
 def read_in_backward(module: Module, value: Value) -> bool:
     """Whether an operation of the backward pass reads a value, or what a loop makes of it."""
-    return any(phase(r.op_name) in ("backward", "recomputed") for r in _readers(module, value))
+    return any(phase(r.op_name) in ("backward", "recomputed") for r in readers(module, value))
 
 
-def reading_phases(module: Module, value: Value) -> frozenset[Phase]:
-    """The phases of the operations that read a value, or what a loop makes of it."""
-    return frozenset(phase(reader.op_name) for reader in _readers(module, value))
-
-
-# ---------------------------------------------------------------- implementation
-
-
-def _readers(module: Module, value: Value) -> Iterator[Instruction]:
+def readers(module: Module, value: Value) -> Iterator[Instruction]:
     """The operations that compute with a value, or with what a loop makes of it."""
     left, seen = [value, *_in_body(module, value)], set()
     while left and len(seen) < _FAR:
@@ -59,6 +51,9 @@ def _readers(module: Module, value: Value) -> Iterator[Instruction]:
             if _computes(user):
                 yield user
             left += _read_by(module, user, number, index)
+
+
+# ---------------------------------------------------------------- implementation
 
 
 def _words(text: str) -> frozenset[str]:
