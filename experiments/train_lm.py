@@ -5,23 +5,37 @@
 
 The model, the data, the loop and the comparison are in `lm/`; this is the command
 line and its output.
+
+Over several devices, and over several processes of this machine's CPU:
+
+    python experiments/train_lm.py --mesh data=2,fsdp=2 --devices-per-process 4
+    python experiments/train_lm.py --mesh data=2,fsdp=2 --processes 4
+
+Under a cluster's launcher each process is started with `--cluster`, and jax finds
+the others (`jax.distributed.initialize()` without arguments) by what is set there:
+
+    SLURM       srun python experiments/train_lm.py --cluster --mesh data=4,fsdp=2
+                SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID
+    Open MPI    mpirun python experiments/train_lm.py --cluster --mesh …
+                OMPI_MCA_orte_hnp_uri, OMPI_COMM_WORLD_SIZE, …_RANK, …_LOCAL_RANK
+    Kubernetes  an indexed Job with a headless service, and the package jax[k8s]:
+                KUBERNETES_SERVICE_HOST, JOB_COMPLETION_INDEX, HOSTNAME
+    Cloud TPU   what the machine itself knows
+
+JAX_COORDINATOR_ADDRESS (host:port of process 0) goes before what jax finds.  The
+folder of `--workdir` is one that all processes see.  When a process is lost all
+others end, and the same command goes on from the last checkpoint, bit for bit; with
+another `--mesh`, or other processes, it goes on as well, but for rounding.
 """
 
-import dataclasses
 import sys
-from pathlib import Path
 
 import jax
 import tyro
-from tqdm import tqdm
 
-from lm import comparison, data, files, picture
+from lm import processes, supervisor
 from lm.config import Config, UserError
-from lm.program import Program, initial
-from lm.stopping import Listener, Stopped, listening
-from lm.training import METRICS, claim, train
-
-TABLE, PICTURE = "table.csv", "train_lm.png"
+from lm.stopping import Stopped, listening
 
 
 def main(config: Config) -> None:
@@ -31,93 +45,40 @@ def main(config: Config) -> None:
       UserError: the options cannot be, or the workdir is another run's.
       Stopped: a signal came.
     """
+    from lm import run  # models, optax, orbax: slow to import, and no use to a supervisor
+
     config.check()
+    _divide_cpu(config)
+    config.check_devices()
     with listening() as listener:
         if config.dry_run:
-            _dry_run(config, listener)
+            run.dry_run(config, listener)
         else:
-            _run(config, config.folder(), listener)
+            run.run(config, listener)
 
 
-def _run(config: Config, folder: Path, listener: Listener) -> None:
-    claim(config, folder)
-    _introduce(config)
-    print(f"compiling the train step under {config.label} …", flush=True)
-    program = comparison.build_quietly(config, config.remat)
-    _show_plans(program)
-    listener.check()
-    metrics = train(program, folder, listener)
-    entropy = data.unigram_entropy()
-    print(
-        f"loss {metrics[-1]['held_out_loss']:.3f} nats per byte on held-out text after "
-        f"{config.steps} steps; unigram entropy {entropy:.3f}, of the held-out text alone "
-        f"{data.unigram_entropy(data.split()[1]):.3f}"
-    )
-    rows = _compared(config, program, folder, listener) if config.compare else []
-    files.write(folder / PICTURE, picture.draw(config, rows, metrics, entropy))
-    written = [METRICS, *([TABLE] if rows else []), PICTURE]
-    print(f"written to {folder}: config.json, {', '.join(written)}")
+def _divide_cpu(config: Config) -> None:
+    wanted = config.devices_per_process
+    if wanted is not None and wanted != jax.config.read("jax_num_cpu_devices"):
+        jax.config.update("jax_num_cpu_devices", wanted)
 
 
-def _compared(
-    config: Config, program: Program, folder: Path, listener: Listener
-) -> list[comparison.Row]:
-    path = folder / TABLE
-    if path.exists():
-        rows = comparison.from_csv(path.read_text())
-        print(f"\n{path} is from an earlier run; remove it to measure again")
-    else:
-        compiled = {config.label: program}
-        if config.state.endswith("disk"):  # one folder cannot hold the states of several
-            bits = "8bit" if config.state == "8bit-disk" else "float32"
-            config, compiled = dataclasses.replace(config, state=bits), {}
-            print(f"\nthe policies are compared with the optimizer's state in memory ({bits})")
-        found = comparison.programs(
-            config, compiled, listener, lambda labels: tqdm(labels, "compiling")
-        )
-        rows = comparison.race(
-            config, found, listener, lambda rounds: tqdm(rounds, "comparing", unit="round")
-        )
-        files.write(path, comparison.to_csv(rows))
-    print(f"\n{comparison.to_text(rows)}\n")
-    if note := comparison.note():
-        print(note)
-    return rows
+def _start(config: Config) -> int:
+    """In this process, or in several; gives the exit status."""
+    if processes.is_worker():
+        from lm import run
 
-
-def _dry_run(config: Config, listener: Listener) -> None:
-    _introduce(config)
-    for name, value in config.identity().items():
-        print(f"  {name}: {value}")
-    print(f"  workdir: {config.folder()}")
-    found = comparison.programs(config, {}, listener, lambda labels: tqdm(labels, "compiling"))
-    for label, program in found.items():
-        print(f"\n{label}")
-        _show_plans(program)
-    print(f"\n{comparison.to_text(comparison.sizes(found))}\n")
-    if note := comparison.note():
-        print(note)
-
-
-def _introduce(config: Config) -> None:
-    state = jax.eval_shape(lambda: initial(config))
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    print(
-        f"text: pydoc_data.topics, {len(data.text()):,} bytes, unigram entropy "
-        f"{data.unigram_entropy():.3f} nats per byte\n"
-        f"model: {config.framework}, {config.layers} layers of width {config.width}, "
-        f"{count:,} parameters"
-    )
-
-
-def _show_plans(program: Program) -> None:
-    for plan in program.plans:
-        print(plan)
+        return processes.work(config, run.run)
+    if config.cluster or config.processes is not None:
+        config.check()
+        return supervisor.supervise(config)
+    main(config)
+    return 0
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Config))
+        sys.exit(_start(tyro.cli(Config)))
     except UserError as error:
         print(f"train_lm.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -10,13 +10,18 @@ import jax
 
 from jaxmem import policies
 from lm import data
+from lm.mesh import Layout, MeshError, check_devices, check_model, layout, parse
 from lm.optimizers import OptimizerName, StateName, WeightsName
 
 PolicyName = Literal["none", "full", "dots", "dots_no_batch", "sqrt", "revolve", "offload"]
 
-# Where a run writes, whether it writes at all, and how often it saves a checkpoint:
-# none of them changes a number.
-_NOT_IDENTITY = ("workdir", "dry_run", "compare", "compare_steps", "checkpoint_every")
+# Where a run writes, whether it writes at all, and how often it saves a checkpoint: none of them
+# changes a number.  Nor does, but for rounding, over which devices and processes it is split: a
+# run goes on over others.
+_SPLIT = (
+    "mesh", "processes", "devices_per_process", "cluster", "start_timeout", "heartbeat_timeout",
+)  # fmt: skip
+_NOT_IDENTITY = ("workdir", "dry_run", "compare", "compare_steps", "checkpoint_every", *_SPLIT)
 
 
 class UserError(Exception):
@@ -85,12 +90,25 @@ class Config:
     """Where results go; by default a folder of runs/ named after the configuration."""
     dry_run: bool = False
     """Show sizes, plans and compiled memory; train nothing and write nothing."""
+    mesh: str | None = None
+    """Devices along each axis, as data=2,fsdp=2,tensor=1; with several processes all on data."""
+    processes: int | None = None
+    """Start so many processes on this machine, which train together on its CPU."""
+    devices_per_process: int | None = None
+    """Devices that the CPU is divided into, for each process; 1 with --processes."""
+    cluster: bool = False
+    """This is one of several processes, which a cluster's launcher starts."""
+    start_timeout: int = 45
+    """Seconds in which all processes must have started."""
+    heartbeat_timeout: int = 20
+    """Seconds without a sign of life after which a process is given up, and the run ends."""
 
     def check(self) -> None:
         """Raises `UserError` for the first option that cannot be."""
         for name in (
             "layers", "width", "heads", "sequence", "batch", "accum", "steps",
-            "eval_every", "checkpoint_every", "levels", "slots",
+            "eval_every", "checkpoint_every", "levels", "slots", "processes",
+            "devices_per_process", "start_timeout", "heartbeat_timeout",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -137,6 +155,74 @@ class Config:
                 f"--sequence must be at most {data.LONGEST}, for the held-out text to have some, "
                 f"got {self.sequence}"
             )
+
+        self._check_split()
+
+    def _check_split(self) -> None:
+        if self.cluster and (self.processes is not None or self.devices_per_process is not None):
+            raise UserError(
+                "--cluster goes without --processes and --devices-per-process: the cluster's "
+                "launcher starts the processes and says which devices are theirs"
+            )
+        if self.mesh is None and not self.cluster and self.processes is None:
+            if self.devices_per_process is None:
+                return
+            raise UserError(
+                "--devices-per-process goes with --mesh, which says what each device does; pass "
+                f"for example --mesh data={self.devices_per_process}"
+            )
+        if self.dry_run and (self.cluster or self.processes is not None):
+            raise UserError(
+                "--dry-run is for one process; sizes and plans are the same with "
+                "--devices-per-process in place of --processes"
+            )
+        if self.state.endswith(("host", "disk")):
+            raise UserError(
+                f"--state {self.state} is for one device: what is outside of a device's memory "
+                "is not split over a mesh; pass --state float32 or 8bit, and fsdp in --mesh"
+            )
+        try:
+            # Of a cluster the devices are not known before its processes have found one another.
+            if self.mesh is not None or self.processes is not None:
+                self._check_sizes()
+            if self.processes is not None:
+                each = self.devices_per_process or 1
+                check_devices(parse(self.split or ""), self.processes, self.processes * each)
+        except MeshError as error:
+            raise UserError(str(error)) from None
+
+    def _check_sizes(self) -> None:
+        check_model(
+            parse(self.split or ""),
+            batch=self.batch,
+            accum=self.accum,
+            width=self.width,
+            heads=self.heads,
+        )
+
+    def check_devices(self) -> None:
+        """Raises `UserError` if the mesh is not for the devices that there are."""
+        if self.split is None:
+            return
+        try:
+            self._check_sizes()
+            check_devices(parse(self.split), jax.process_count(), jax.device_count())
+        except MeshError as error:
+            raise UserError(str(error)) from None
+
+    @property
+    def split(self) -> str | None:
+        """The mesh as text, or None for a run on one device."""
+        if self.mesh is None and self.processes is not None:
+            return f"data={self.processes * (self.devices_per_process or 1)}"
+        if self.mesh is None and self.cluster:  # the launcher knows how many
+            return f"data={jax.device_count()}"
+        return self.mesh
+
+    @property
+    def layout(self) -> Layout | None:
+        """Where arrays live, or None for a run on one device."""
+        return layout(self.split) if self.split else None
 
     @property
     def calls(self) -> int:

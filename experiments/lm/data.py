@@ -16,6 +16,7 @@ import numpy as np
 VOCABULARY = 256
 PADDING = 0  # a byte that the text has nowhere
 LONGEST = 4096  # tokens of a sequence; the held-out text is longer than that
+_ALL = slice(None)
 _HELD_OUT = 20  # one topic in so many, from the middle of the first so many
 
 
@@ -48,14 +49,20 @@ def unigram_entropy(tokens: np.ndarray | None = None) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def batch(step: int, *, seed: int, size: int, sequence: int) -> np.ndarray:
-    """The batch of one step, int32[size, sequence + 1]: a function of step and seed alone."""
+def batch(step: int, *, seed: int, size: int, sequence: int, rows: slice = _ALL) -> np.ndarray:
+    """The batch of one step, int32[size, sequence + 1]: a function of step and seed alone.
+
+    Args:
+      rows: those of the batch that are wanted; the others are not read.
+    """
     train, _ = split()
     starts = np.random.default_rng([seed, step]).integers(0, len(train) - sequence, size)
-    return _windows(train, starts, sequence)
+    return _windows(train, starts[rows], sequence)
 
 
-def ragged_batch(step: int, *, seed: int, size: int, sequence: int) -> np.ndarray:
+def ragged_batch(
+    step: int, *, seed: int, size: int, sequence: int, rows: slice = _ALL
+) -> np.ndarray:
     """The same of pieces of paragraphs, padded with `PADDING`, int32[size, sequence + 1].
 
     A paragraph is cut into as few pieces as can be; the last byte of one is the first of the
@@ -63,7 +70,7 @@ def ragged_batch(step: int, *, seed: int, size: int, sequence: int) -> np.ndarra
     """
     pieces = _pieces(sequence)
     chosen = np.random.default_rng([seed, step]).integers(0, len(pieces), size)
-    return pieces[chosen].astype(np.int32)
+    return pieces[chosen[rows]].astype(np.int32)
 
 
 def held_out(*, size: int, sequence: int) -> np.ndarray:

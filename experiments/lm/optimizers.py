@@ -76,7 +76,7 @@ _MAKERS: dict[str, Any] = {
     "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
     "lion": lambda rate: optax.lion(rate, weight_decay=0.01),
     "adafactor": optax.adafactor,
-    "adalomo": jaxmem.adalomo,
+    "adalomo": lambda rate: jaxmem.adalomo(rate),  # imported when it is asked for
 }
 
 

@@ -15,6 +15,7 @@ from jaxmem import Plan
 from jaxmem.policies import Policy
 from lm import data, model, optimizers
 from lm.config import Config
+from lm.mesh import Layout
 
 # ---------------------------------------------------------------- types
 
@@ -77,11 +78,10 @@ class Program:
     def run(self, state: State, step: int) -> tuple[State, float]:
         """One step of the optimizer, over all its microbatches: the state and the mean loss."""
         c = self.config
-        draw = data.ragged_batch if c.ragged else data.batch
-        tokens = draw(step, seed=c.seed, size=c.batch, sequence=c.sequence)
         found = []
-        for part, rows in enumerate(np.split(tokens, c.calls)):
-            state, *loss_and_weight = self.step(state, rows, _dropout_key(c, step, part))
+        for part in range(c.calls):
+            rows, key = _rows(c, step, part), _dropout_key(c, step, part)
+            state, *loss_and_weight = self.step(state, rows, key)
             found.append(loss_and_weight)
         losses, weights = np.array(jax.device_get(found), np.float64).T
         return state, float(np.average(losses, weights=weights))
@@ -92,9 +92,9 @@ class Program:
 
 def initial(config: Config) -> State:
     """The state before the first step; it is that of every policy."""
-    key = jax.random.fold_in(jax.random.key(config.seed), 0)
-    params = optimizers.stored(_params(_architecture(config), key), config.weights)
-    return State(params, optimizer(config).init(params))
+    if (layout := config.layout) is None:
+        return _initial(config)
+    return jax.jit(_initial, static_argnums=0, out_shardings=layout.of(shapes(config)))(config)
 
 
 def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -128,10 +128,16 @@ def build(config: Config, policy: Policy) -> Program:
     rows = config.batch // config.calls
     tokens = jax.ShapeDtypeStruct((rows, config.sequence + 1), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
+    options: dict[str, Any] = {}
+    if (layout := config.layout) is not None:
+        places, everywhere = layout.of(state), layout.replicated
+        options["in_shardings"] = (places, layout.batch, everywhere)
+        options["out_shardings"] = (places, everywhere, everywhere)
+    step = jax.jit(_step(config, loss), donate_argnums=0, **options)
     return Program(
         config,
         tuple(stack.plan for stack in jaxmem.stacks(loss, state.params, tokens, key)),
-        jax.jit(_step(config, loss), donate_argnums=0).lower(state, tokens, key).compile(),
+        step.lower(state, tokens, key).compile(),
     )
 
 
@@ -142,19 +148,49 @@ def shapes(config: Config) -> State:
     """
     if config.state.endswith("host"):
         return initial(config)
-    return jax.eval_shape(lambda: initial(config))
+    return jax.eval_shape(lambda: _initial(config))
 
 
 def held_out_loss(config: Config) -> Any:
     """A compiled function from parameters to the loss on held-out text, dropout off."""
     tokens = data.held_out(size=4 * config.batch, sequence=config.sequence)
-    evaluate = jax.jit(functools.partial(model.loss, config, jaxmem.policies.none(), key=None))
-    return lambda params: float(evaluate(optimizers.in_float32(params), tokens))
+    loss = functools.partial(model.loss, config, jaxmem.policies.none(), key=None)
+    if (layout := config.layout) is None:
+        evaluate = jax.jit(loss)
+        return lambda params: float(evaluate(optimizers.in_float32(params), tokens))
+    batch = layout.rows(tokens.shape, lambda rows: tokens[rows])
+    over = jax.jit(
+        lambda params, tokens: loss(optimizers.in_float32(params), tokens),
+        out_shardings=layout.replicated,
+    )
+    return lambda params: float(over(params, batch))
 
 
 # ---------------------------------------------------------------- implementation
 
 _params = jax.jit(model.init, static_argnums=0)
+
+
+def _initial(config: Config) -> State:
+    key = jax.random.fold_in(jax.random.key(config.seed), 0)
+    params = optimizers.stored(_params(_architecture(config), key), config.weights)
+    return State(params, optimizer(config).init(params))
+
+
+def _rows(config: Config, step: int, part: int) -> Any:
+    """The sequences of one call; with a mesh, those of this process' devices are read alone."""
+    draw = data.ragged_batch if config.ragged else data.batch
+    size = config.batch // config.calls
+
+    def cut(rows: slice) -> np.ndarray:
+        wanted = slice(part * size + rows.start, part * size + rows.stop)
+        return draw(
+            step, seed=config.seed, size=config.batch, sequence=config.sequence, rows=wanted
+        )
+
+    if (layout := config.layout) is None:
+        return cut(slice(0, size))
+    return layout.rows((size, config.sequence + 1), cut)
 
 
 def _loss(config: Config, policy: Policy) -> Callable[..., Any]:
@@ -198,5 +234,17 @@ def _architecture(config: Config) -> Config:
 
 def _dropout_key(config: Config, step: int, part: int) -> jax.Array:
     """A function of seed, step and microbatch: a resumed run draws the same masks."""
-    root = jax.random.fold_in(jax.random.key(config.seed), 1)
+    if (layout := config.layout) is not None:
+        # An array of this process alone is no argument of a program of several processes.
+        return _key_over(layout)(np.uint32(config.seed), step, part)
+    return _key(config.seed, step, part)
+
+
+@functools.cache
+def _key_over(layout: Layout) -> Any:
+    return jax.jit(_key, out_shardings=layout.replicated)
+
+
+def _key(seed: Any, step: Any, part: Any) -> jax.Array:
+    root = jax.random.fold_in(jax.random.key(seed), 1)
     return jax.random.fold_in(jax.random.fold_in(root, step), part)

@@ -20,10 +20,14 @@ class Listener:
     def __init__(self) -> None:
         self.heard: int | None = None
 
+    def ask(self) -> int | None:
+        """The signal that has come, if one has."""
+        return self.heard
+
     def check(self) -> None:
         """Raises `Stopped` if a signal has come."""
-        if self.heard is not None:
-            raise Stopped(self.heard)
+        if (number := self.ask()) is not None:
+            raise Stopped(number)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.heard is not None:
@@ -32,9 +36,9 @@ class Listener:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Listener]:
+def listening(listener: Listener | None = None) -> Iterator[Listener]:
     """Within this block, SIGINT and SIGTERM are only remembered."""
-    listener = Listener()
+    listener = Listener() if listener is None else listener
     before = {n: signal.signal(n, listener._hear) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield listener

@@ -1,18 +1,23 @@
 """The training loop; a resumed run gives the numbers of an uninterrupted one."""
 
+import errno
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from lm import files, optimizers
 from lm.config import Config, UserError
+from lm.processes import of_another
 from lm.program import Program, State, held_out_loss, initial, shapes
-from lm.stopping import Listener
+from lm.stopping import Listener, Stopped
 
 CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 
@@ -20,9 +25,20 @@ CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 def claim(config: Config, folder: Path) -> None:
     """Claim `folder` for this run, or check that it already belongs to it.
 
+    Of several processes the first claims it, and the others check.
+
     Raises:
       UserError: it holds another run, or something else.
     """
+    if jax.process_index() == 0:
+        _claim(config, folder)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("the folder is claimed")
+    if jax.process_index() != 0:
+        _claim(config, folder)
+
+
+def _claim(config: Config, folder: Path) -> None:
     here = json.loads(json.dumps(config.identity()))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,17 +66,26 @@ def claim(config: Config, folder: Path) -> None:
         )
 
 
-def train(program: Program, folder: Path, listener: Listener) -> list[dict[str, Any]]:
+def train(
+    program: Program,
+    folder: Path,
+    listener: Listener,
+    saved: Callable[[int], None] = lambda step: None,
+) -> list[dict[str, Any]]:
     """Train to the last step, from the last checkpoint if there is one.
+
+    Args:
+      saved: is told the step of each checkpoint that is whole, 0 if there is none yet.
 
     Returns:
       The rows of the metrics file, from step 1 on.
 
     Raises:
       Stopped: a signal came; a checkpoint has been written.
-      UserError: the metrics of a step before the checkpoint are gone.
+      UserError: the metrics of a step before the checkpoint are gone, or one cannot be written.
     """
     config = program.config
+    first = jax.process_index() == 0  # of several processes one writes the metrics
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     with ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options) as checkpoints:
         done, state = _restored(config, checkpoints)
@@ -69,9 +94,12 @@ def train(program: Program, folder: Path, listener: Listener) -> list[dict[str, 
             return rows
         if done:
             print(f"resuming after step {done}, from its checkpoint")
-        files.write(folder / METRICS, "".join(map(_line, rows)))
+        saved(done)
+        if first:
+            files.write(folder / METRICS, "".join(map(_line, rows)))
         evaluate = held_out_loss(config)
-        with (folder / METRICS).open("a") as metrics, _bar(config, done) as bar:
+        path = folder / METRICS if first else os.devnull
+        with open(path, "a") as metrics, _bar(config, done) as bar:
             for step in range(done + 1, config.steps + 1):
                 state, loss = program.run(state, step)
                 row: dict[str, Any] = {"step": step, "loss": loss}
@@ -81,11 +109,14 @@ def train(program: Program, folder: Path, listener: Listener) -> list[dict[str, 
                 _append(metrics, row)
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 bar.update()
-                last = step == config.steps or listener.heard is not None
+                heard = listener.ask()
+                last = step == config.steps or heard is not None
                 if last or step % config.checkpoint_every == 0:
                     optimizers.hold(state)
-                    checkpoints.save(step, args=ocp.args.StandardSave(state))
-                listener.check()
+                    _save(checkpoints, step, state)
+                    saved(step)
+                if heard is not None:
+                    raise Stopped(heard)
     return rows
 
 
@@ -96,14 +127,42 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
     done = checkpoints.latest_step()
     if done is None:
         return 0, initial(config)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = shapes(config)
+    if (layout := config.layout) is not None:
+        places = layout.of(state)
+    else:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        places = jax.tree.map(lambda leaf: leaf.sharding or device, state)
     like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
-        shapes(config),
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        state,
+        places,
     )
     state = checkpoints.restore(done, args=ocp.args.StandardRestore(like))
     assert isinstance(state, State)
     return done, state
+
+
+def _save(checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
+    """Write a checkpoint, each process its part; one that is not whole is not restored."""
+    try:
+        checkpoints.save(step, args=ocp.args.StandardSave(state))
+    except (OSError, ValueError, RuntimeError) as error:
+        if of_another(error):
+            raise
+        raise UserError(
+            f"the checkpoint of step {step} cannot be written: {_reason(error)}; make room where "
+            "--workdir is, and the same command goes on from the checkpoint before"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What the operating system said, where that can be found; tensorstore has it in its text."""
+    text = str(error)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO):
+        if os.strerror(number) in text:
+            return os.strerror(number)
+    return text.strip().split("\n")[0][:200] or type(error).__name__
 
 
 def _rows_until(step: int, path: Path) -> list[dict[str, Any]]:
@@ -134,4 +193,7 @@ def _line(row: dict[str, Any]) -> str:
 def _bar(config: Config, done: int) -> tqdm:
     # A log that is not a terminal gets a line now and then, not a redrawn one.
     pause = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(total=config.steps, initial=done, desc="training", unit="step", mininterval=pause)
+    return tqdm(
+        total=config.steps, initial=done, desc="training", unit="step", mininterval=pause,
+        disable=jax.process_index() != 0,
+    )  # fmt: skip
