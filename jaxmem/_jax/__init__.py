@@ -88,6 +88,7 @@ from jaxmem._jax.types import as_array as as_array
 from jaxmem._jax.types import has_tangent as has_tangent
 from jaxmem._jax.types import is_key as is_key
 from jaxmem._jax.types import is_tracer as is_tracer
+from jaxmem._jax.types import mesh_devices as mesh_devices
 from jaxmem._jax.types import shards as shards
 from jaxmem._jax.types import stacked as stacked
 from jaxmem._jax.types import unfilled as unfilled

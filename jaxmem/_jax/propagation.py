@@ -91,7 +91,9 @@ def splits(
 
 def read(values: Sequence[Any], number: int) -> None:
     """Have values of a program that is traced read, so that they are found in its jaxpr."""
-    read_p.bind(*values, number=number)
+    own = [value for value in values if isinstance(value, jax.Array)]
+    if own:
+        read_p.bind(*own, number=number)
 
 
 def read_number(eqn: Eqn) -> int | None:

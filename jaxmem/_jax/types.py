@@ -57,6 +57,11 @@ def shards() -> int:
     return math.prod(mesh.shape[axis] for axis in getattr(mesh, "manual_axes", ()))
 
 
+def mesh_devices() -> int:
+    """Of how many devices the mesh is that is set, or around what is traced now."""
+    return jax.sharding.get_abstract_mesh().size
+
+
 def has_tangent(aval: Aval) -> bool:
     """Whether values of this type can be differentiated at all."""
     return aval.to_tangent_aval().dtype != jax.dtypes.float0

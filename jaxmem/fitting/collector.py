@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +27,31 @@ from jaxmem.unrolled import Code
 _Key = tuple[str, int]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Stack:
-    """A stack that is a region, and under which numbers its operands are read where it runs."""
+@dataclasses.dataclass(frozen=True)
+class _Reads:
+    """Under which numbers values of a region are read, in one of the places where it runs.
 
-    stack: Any
-    layer: Layer
-    numbers: list[int] = dataclasses.field(default_factory=list)
+    Attributes:
+      operands: all of them.
+      made: of unrolled code, the results of each operation, by its place.
+    """
+
+    operands: int
+    made: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Spread:
+    """A region whose arrays are spread over a mesh: how it is made once it is known how.
+
+    Attributes:
+      reads: where it runs.
+      on_one_device: from the partition of the step and where the region is read in it to the
+        region; None where it has no reverse mode.
+    """
+
+    on_one_device: Callable[[Partition, _Reads], Region | None]
+    reads: list[_Reads] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +68,7 @@ class Collector(ByLayer):
     # What is in each scope, and the layers of each stack, by what of it is differentiated.
     _regions: dict[str, _Key] = dataclasses.field(default_factory=dict, init=False)
     _layers: dict[Any, set[_Key]] = dataclasses.field(default_factory=dict, init=False)
-    _stacks: dict[_Key, "_Stack"] = dataclasses.field(default_factory=dict, init=False)
+    _spread: dict[_Key, "_Spread"] = dataclasses.field(default_factory=dict, init=False)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def count(self, closed: Any) -> None:
@@ -91,7 +110,8 @@ class Collector(ByLayer):
         key = _key(stack, layer)
         if key not in self.regions:
             self.regions[key] = stack_region(stack, layer, layer, self.roofline, self.offload)
-            self._stacks[key] = _Stack(stack, layer)
+            if self._is_spread():
+                self._spread[key] = _Spread(functools.partial(self._local_stack, stack, layer))
         self._layers.setdefault(stack, set()).add(key)
 
     def as_it_stands(
@@ -100,52 +120,95 @@ class Collector(ByLayer):
         scope, key = self._new_scope(), _key(stack, layer)
         if key in self._layers.get(stack, ()):
             self._regions[scope] = key
-            if self.devices > 1:
-                number = next(self._numbers)
-                self._stacks[key].numbers.append(number)
-                _jax.read(args, number)
+            self._read(key, args)
         return jax.named_scope(scope)
 
-    def split(self, parts: Partition) -> None:
-        """Have the regions that are stacks speak of one device of a mesh."""
-        for key, known in self._stacks.items():
-            operands = next((parts.read[n] for n in known.numbers if n in parts.read), None)
-            if operands is None:
-                continue
-            stack, layer, region = known.stack, known.layer, self.regions[key]
-            local = parts.layer(layer, operands, layer.body.num_consts + layer.body.num_carry)
-            new = stack_region(stack, layer, local, self.roofline, self.offload)
-            self.regions[key] = dataclasses.replace(new, uses=region.uses, is_local=True)
+    def on_one_device(self, parts: Partition) -> None:
+        """Have the regions whose arrays are spread over a mesh speak of one of its devices."""
+        for key, known in self._spread.items():
+            reads = next(one for one in known.reads if one.operands in parts.read)
+            before = self.regions.pop(key)
+            if region := known.on_one_device(parts, reads):
+                region.uses, region.is_local = before.uses, True
+                self.regions[key] = region
 
     def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
         """Note code without a stack; it runs as it stands."""
-        scope = self._new_scope()
-        self._note(Code(closed), label, scope)
+        scope, code = self._new_scope(), Code(closed)
+        key = self._note(code, label, scope)
         with context.inside_layer(), jax.named_scope(scope):
-            return _jax.evaluate(closed, args)
+            if key not in self._spread or not self._is_spread():
+                return _jax.evaluate(closed, args)
+            made: dict[int, int] = {}
+
+            def read(place: int, outs: Sequence[Any]) -> Sequence[Any]:
+                made[place] = next(self._numbers)
+                _jax.read(outs, made[place])
+                return outs
+
+            self._read(key, args, made)
+            return _jax.evaluate(code.closed, args, each=read)
 
     def __str__(self) -> str:
         return "looked at by jaxmem.fit"
 
     # ------------------------------------------------------------ implementation
 
-    def _note(self, code: Code, label: str, scope: str) -> None:
+    def _note(self, code: Code, label: str, scope: str) -> _Key | None:
         if not len(code):
-            return  # nothing is computed, and nothing kept
+            return None  # nothing is computed, and nothing kept
         key = code.digest, len(code)
         if key not in self.regions:
-            try:
-                region = unrolled_region(code, label, self.roofline, self.offload)
-            except NoReverseMode as error:
-                why = str(error).split(". ")[0]
-                warn(
-                    f"{label} is not planned and keeps everything, as part of it has no reverse "
-                    f"mode in jax: {why}",
-                    NoEffectWarning,
-                )
-                return
+            if self._is_spread():
+                # Planned once it is known how it is split.
+                self._spread[key] = _Spread(functools.partial(self._local_code, code, label))
+                region = Region(digest=code.digest, inputs=(), where=label, param_bytes=0)
+            elif (region := self._code(code, label)) is None:
+                return None
             self.regions[key] = region
         self._regions[scope] = key
+        return key
+
+    def _code(self, code: Code, label: str) -> Region | None:
+        try:
+            return unrolled_region(code, label, self.roofline, self.offload)
+        except NoReverseMode as error:
+            why = str(error).split(". ")[0]
+            warn(
+                f"{label} is not planned and keeps everything, as part of it has no reverse "
+                f"mode in jax: {why}",
+                NoEffectWarning,
+            )
+            return None
+
+    def _is_spread(self) -> bool:
+        """Whether arrays here are spread over devices: inside of a `shard_map` they are parts."""
+        return self.devices > 1 and _jax.shards() == 1
+
+    def _read(self, key: _Key, args: Sequence[Any], made: Mapping[int, int] | None = None) -> None:
+        """Have the operands of a region read where it runs.
+
+        Args:
+          made: by the place of an operation, under which number its results are read.
+        """
+        if self._is_spread() and key in self._spread:
+            number = next(self._numbers)
+            self._spread[key].reads.append(_Reads(number, {} if made is None else made))
+            _jax.read(args, number)
+
+    def _local_stack(self, stack: Any, layer: Layer, parts: Partition, reads: _Reads) -> Region:
+        consts, carry, xs = layer.body.split_in(parts.read[reads.operands])
+        rows = [None if spec is None else spec[1:] for spec in xs]
+        results = [*carry, *[None] * layer.body.num_y]
+        local = parts.layer(layer, [*consts, *carry, *rows], results)
+        return stack_region(stack, layer, local, self.roofline, self.offload)
+
+    def _local_code(self, code: Code, label: str, parts: Partition, reads: _Reads) -> Region | None:
+        jaxpr = code.closed.jaxpr
+        specs = dict(zip(jaxpr.invars, parts.read[reads.operands], strict=True))
+        for place, number in reads.made.items():
+            specs.update(zip(jaxpr.eqns[place].outvars, parts.read.get(number, ()), strict=False))
+        return self._code(code.on_one_device(parts, specs), label)
 
     def _new_scope(self) -> str:
         return f"{SCOPE}{next(self._numbers)}."

@@ -60,6 +60,10 @@ class Region:
     shards: int = dataclasses.field(default_factory=_jax.shards)
     is_local: bool = False
 
+    def __post_init__(self) -> None:
+        # Where each device of the mesh has arrays of its own, these are of one.
+        self.is_local |= self.shards > 1 and self.shards == _jax.mesh_devices()
+
     def of_one_device(self, size: int, devices: int) -> int:
         """So many bytes of this region as those of one of so many devices."""
         return size if self.is_local else size * self.shards // devices

@@ -123,7 +123,7 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     collector.count(program.jaxpr)
     step = program.jaxpr
     if parts := parallel.partition(program.jaxpr, _known(program, shardings)):
-        collector.split(parts)
+        collector.on_one_device(parts)
         step = parts.closed
     regions = tuple(collector.regions.values())
     for region in regions:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import _jax
 from jaxmem.parallel.localised import Localiser
-from jaxmem.parallel.messages import Spec
-from jaxmem.trace.layer import Layer
+from jaxmem.parallel.messages import Spec, local_shape
+from jaxmem.trace.layer import Layer, nbytes
 
 # ---------------------------------------------------------------- types
 
@@ -30,43 +31,41 @@ class Partition:
     closed: ClosedJaxpr
     read: Mapping[int, tuple[Spec | None, ...]]
 
-    def layer(self, layer: Layer, operands: Sequence[Spec | None], stacked: int) -> Layer:
+    def bytes(self, var: Any, spec: Spec | None) -> int:
+        """Of a value that is split so, on one device."""
+        shape = getattr(var.aval, "shape", None)
+        if shape is None:
+            return nbytes(var.aval)
+        return math.prod(local_shape(shape, spec, self.mesh.shape)) * var.aval.dtype.itemsize
+
+    def layer(
+        self, layer: Layer, operands: Sequence[Spec | None], results: Sequence[Spec | None]
+    ) -> Layer:
         """A layer as one device runs it, for looking at: it cannot be run.
 
         Args:
-          operands: how those of the stack are split.
-          stacked: the first of them that has a leading axis of layers.
+          operands, results: how those of the layer are split, None where it is open.
         """
-        rows = [
-            spec if at < stacked or spec is None else spec[1:] for at, spec in enumerate(operands)
-        ]
-        forward, reverse = layer.linearised, layer.transposed
-        both = _both_ways(layer)
-        results = forward.jaxpr.outvars[: len(layer.wrt.outs)]
-        carries = zip(results, _carried(layer, rows), strict=False)
-        known = [spec for (_, spec), wrt in zip(carries, layer.wrt.outs, strict=False) if wrt]
-        num_cotangents = len(both.jaxpr.invars) - len(rows)
-        cotangents = [*known, *[None] * num_cotangents][:num_cotangents]
-        gradients = [spec for spec, wrt in zip(rows, layer.wrt.ins, strict=True) if wrt]
-        shardings = [
-            [self._sharding(spec, atom) for spec, atom in zip(specs, atoms, strict=True)]
-            for specs, atoms in (
-                ([*rows, *cotangents], both.jaxpr.invars),
-                (gradients, both.jaxpr.outvars),
-            )
-        ]
-        specs = dict(_jax.splits(both, *shardings))
+        reverse, both = layer.transposed, _both_ways(layer)
+        cotangents = [spec for spec, wrt in zip(results, layer.wrt.outs, strict=True) if wrt]
+        gradients = [spec for spec, wrt in zip(operands, layer.wrt.ins, strict=True) if wrt]
+        given = self._shardings([*operands, *cotangents], both.jaxpr.invars)
+        specs = dict(_jax.splits(both, given, self._shardings(gradients, both.jaxpr.outvars)))
         for var, atom in zip(reverse.jaxpr.invars, layer.residuals, strict=False):
             if _jax.is_var(atom) and atom in specs:
                 specs.setdefault(var, specs[atom])
         return _localised(layer, Localiser(specs, self.mesh.shape))
 
+    def _shardings(self, specs: Sequence[Spec | None], atoms: Sequence[Any]) -> list[Any]:
+        return [self._sharding(spec, atom) for spec, atom in zip(specs, atoms, strict=True)]
+
     def _sharding(self, spec: Spec | None, atom: Any) -> Any:
         """None where it is open."""
         if spec is None or len(spec) != len(getattr(atom.aval, "shape", ())):
             return None
-        whole = [[axis for axis in axes if axis in self.mesh.shape] for axes in spec]
-        return NamedSharding(self.mesh, PartitionSpec(*(tuple(a) or None for a in whole)))
+        # Of a part of an axis there is no sharding.
+        known = [tuple(axis for axis in axes if axis in self.mesh.shape) for axes in spec]
+        return NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in known)))
 
 
 # ---------------------------------------------------------------- API
@@ -121,12 +120,6 @@ def _both_ways(layer: Layer) -> ClosedJaxpr:
     return _jax.followed_by(
         forward, everything, layer.transposed, layer.residuals, forward.jaxpr.invars
     )
-
-
-def _carried(layer: Layer, rows: Sequence[Spec | None]) -> Sequence[Spec | None]:
-    """How carries are split: before a layer as behind it."""
-    _, carry, _ = layer.body.split_in(rows)
-    return carry
 
 
 def _localised(layer: Layer, local: Localiser) -> Layer:

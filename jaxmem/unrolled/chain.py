@@ -103,7 +103,7 @@ class Chain:
     @functools.cached_property
     def result_bytes(self) -> int:
         """What the code makes for others."""
-        return sum(nbytes(var.aval) for var in self._results)
+        return sum(map(self.code.bytes, self._results))
 
     @functools.cached_property
     def _results(self) -> set[Any]:
@@ -193,7 +193,7 @@ class Chain:
             held |= set(stored.values())
             inner = (place for place in segment.places[step.option] if place not in stored)
             kept += sum(nbytes(values[place].aval) for place in inner)
-        kept += sum(nbytes(var.aval) for var in held - given - results)
+        kept += sum(map(self.code.bytes, held - given - results))
         shared_bytes, gradient_bytes = self._shared_bytes
         kept += shared_bytes
         given_bytes += shared_bytes + gradient_bytes
@@ -256,7 +256,7 @@ class Chain:
     def _carried(self, i: int, j: int) -> int:
         """What the input of stage j adds where that of stage i is held."""
         held = set(self.code.live[self.cuts[i]])
-        return sum(nbytes(v.aval) for v in self.code.live[self.cuts[j]] if v not in held)
+        return sum(self.code.bytes(v) for v in self.code.live[self.cuts[j]] if v not in held)
 
 
 # ---------------------------------------------------------------- API

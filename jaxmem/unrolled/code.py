@@ -8,10 +8,11 @@ crosses, and counts once.  Where equal layers follow each other (`runs`) the cut
 these, and a segment is taken apart once for all that are equal.
 """
 
+import copy
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.estimate.counting import kind_of
 from jaxmem.layers.pooling import reversed_by_places
+from jaxmem.parallel.messages import Spec
+from jaxmem.parallel.partition import Partition
 from jaxmem.trace.layer import Body, Layer, NoReverseMode, Wrt, cheap_values, nbytes
 from jaxmem.unrolled.runs import Run, find_runs
 
@@ -50,6 +53,20 @@ class Code:
         self._known_reads: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._known_bodies: dict[Hashable, tuple[Body, int]] = {}
         self.known_layers: dict[Hashable, tuple[Any, Layer]] = {}
+        self._parts: Partition | None = None
+        self._specs: Mapping[Any, Spec | None] = {}
+
+    def on_one_device(self, parts: Partition, specs: Mapping[Any, Spec | None]) -> "Code":
+        """The same code, whose bytes and layers are those that one device of a mesh has.
+
+        Args:
+          specs: how its values are split.
+        """
+        other = copy.copy(self)  # plans know operations by their place in it
+        for name in ("runs", "given"):
+            other.__dict__.pop(name, None)
+        other._parts, other._specs = parts, specs
+        return other
 
     def __len__(self) -> int:
         return len(self.eqns)
@@ -61,7 +78,7 @@ class Code:
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
         count = range(len(self) + 1)
-        sizes = [sum(nbytes(var.aval) for var in self.live[at]) for at in count]
+        sizes = [sum(self.bytes(var) for var in self.live[at]) for at in count]
         found = find_runs(self._kinds, sizes, self._equal_in_run)
         return tuple(filter(self._is_of_layers, found))
 
@@ -93,12 +110,18 @@ class Code:
         for eqn in self.eqns if self.shared else ():
             if any(_jax.is_var(atom) and atom in reached for atom in eqn.invars):
                 reached.update(var for var in eqn.outvars if _jax.has_tangent(var.aval))
-        sizes = [(nbytes(var.aval), var in reached) for var in self.shared]
+        sizes = [(self.bytes(var), var in reached) for var in self.shared]
         return sum(size for size, _ in sizes), sum(size for size, with_one in sizes if with_one)
+
+    def bytes(self, var: Any) -> int:
+        """Bytes of a value."""
+        if self._parts is None:
+            return nbytes(var.aval)
+        return self._parts.bytes(var, self._specs.get(var))
 
     def live_bytes(self, at: int) -> int:
         """Bytes live at a place, of what is not given."""
-        return sum(nbytes(var.aval) for var in self.live[at] if var not in self.given)
+        return sum(self.bytes(var) for var in self.live[at] if var not in self.given)
 
     def equal(self, first: int, last: int, exact: bool = False) -> Hashable:
         """What is equal for operations first..last-1 where they are, and what they work on.
@@ -116,7 +139,7 @@ class Code:
         """
         count = len(self)
         sizes = [self.live_bytes(at) for at in range(count + 1)]
-        made = [sum(nbytes(var.aval) for var in eqn.outvars) for eqn in self.eqns]
+        made = [sum(map(self.bytes, eqn.outvars)) for eqn in self.eqns]
         total = [0]
         for size in made:
             total.append(total[-1] + size)
@@ -208,7 +231,10 @@ class Code:
         return self._known_bodies[key]
 
     def layer(self, first: int, last: int) -> Layer:
-        """A segment as a layer: parameters and what else is given first, then what is live."""
+        """A segment as a layer: parameters and what else is given first, then what is live.
+
+        Of code on one device of a mesh it is for looking at.
+        """
         reads, num_consts = self.ordered_reads(first, last)
         traced = self.traced(first, last, reads)
         constants = self.closed.jaxpr.constvars
@@ -216,7 +242,14 @@ class Code:
             tuple(_jax.has_tangent(var.aval) and var not in constants for var in reads),
             tuple(_jax.has_tangent(aval) for aval in traced.out_avals),
         )
-        return Layer(Body(traced, num_consts, len(reads) - num_consts), wrt)
+        layer = Layer(Body(traced, num_consts, len(reads) - num_consts), wrt)
+        if self._parts is None:
+            return layer
+        operands, results = (
+            [self._specs.get(var) for var in several]
+            for several in (reads, self.gives(first, last))
+        )
+        return self._parts.layer(layer, operands, results)
 
     # ------------------------------------------------------------ implementation
 

@@ -111,7 +111,7 @@ def segment_of(
         found += descended(layer, graph, found, moment, looks)
     options = [keep for keep in found if keep.bytes < as_it_stands.bytes]
 
-    out_bytes = sum(nbytes(aval) for aval in layer.body.jaxpr.out_avals)
+    out_bytes = sum(nbytes(atom.aval) for atom in layer.results)
     gradient_bytes = given_bytes(layer, compiler) if compiler.fuses_operands else out_bytes
 
     def option(keep: Keep, seconds: float, reversal: int) -> Option:
