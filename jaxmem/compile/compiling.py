@@ -197,13 +197,13 @@ class Elsewhere:
         assert self._running is not None
         with compiler_options.named():
             try:
-                return _outcome(self._running.output(), self._target, self._exported.mesh)
+                return _outcome(self._running.output(), self._target, self._exported.axes)
             except targets.CompileError as error:
                 added = targets.avoiding(str(error))
                 if added is None or added.keys() & self._options.keys():
                     raise
             self._running = self._begun({**self._options, **added})
-            found = _outcome(self._running.output(), self._target, self._exported.mesh)
+            found = _outcome(self._running.output(), self._target, self._exported.axes)
         text = {name: str(value) for name, value in added.items()}
         return dataclasses.replace(found, avoiding=text)
 
@@ -246,7 +246,7 @@ def _compiled_here(program: Program, options: dict[str, Any]) -> Compiled:
             "nothing to report; a program that runs nothing on the device has none, and neither "
             "have some plugins"
         )
-    found = _analysed((compiled.as_text(), *texts), program.mesh())
+    found = _analysed((compiled.as_text(), *texts), program.axes())
     shardings = _shardings(compiled)
     known = targets.by_device_kind(device.device_kind)
     return Compiled(
@@ -344,9 +344,7 @@ def _read(data: Any) -> Outcome | None:
         return None
 
 
-def _outcome(
-    output: "targets.CompilerOutput", target: "targets.Target", mesh: Mesh | None
-) -> Outcome:
+def _outcome(output: "targets.CompilerOutput", target: "targets.Target", mesh: Mesh) -> Outcome:
     if output.too_large_space == "vmem":
         raise targets.CompileError(
             f"a kernel of the program needs more on-chip memory than {target.name} has: "
@@ -355,7 +353,7 @@ def _outcome(
         )
     return Outcome(
         stats=output.stats,
-        analysis=_analysed((output.hlo, output.assignment, output.live_range), mesh or ()),
+        analysis=_analysed((output.hlo, output.assignment, output.live_range), mesh),
         versions=output.versions,
         seconds=output.seconds,
         too_large_bytes=output.too_large_bytes,
@@ -385,6 +383,7 @@ def _key(
         kept=exported.kept,
         target=repr(target),
         mesh=exported.mesh,
+        axes=exported.axes,
         donate=exported.donate,
         memory_kinds=exported.memory_kinds,
         flags=_flags(options),

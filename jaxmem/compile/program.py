@@ -65,6 +65,7 @@ class Exported:
       donate: indices among `kept` of the arguments that it may overwrite.
       devices: for how many devices it is.
       mesh: axis names and sizes of the mesh it is sharded over, None for none.
+      axes: the same, also where only the program names it and not its arguments; () for none.
       memory_kinds: of the arguments and of the results, None where none is on the host.
     """
 
@@ -74,6 +75,7 @@ class Exported:
     donate: tuple[int, ...]
     devices: int
     mesh: tuple[tuple[str, int], ...] | None
+    axes: tuple[tuple[str, int], ...]
     memory_kinds: tuple[tuple[str | None, ...], tuple[str | None, ...]] | None
 
 
@@ -198,7 +200,8 @@ class Program:
             kept=kept,
             donate=tuple(k for k, index in enumerate(kept) if self.arguments[index].donated),
             devices=found.nr_devices,
-            mesh=self.mesh() if found.nr_devices > 1 else None,
+            mesh=self._mesh() if found.nr_devices > 1 else None,
+            axes=self.axes(getattr(found, "_in_named_shardings", ())),
             memory_kinds=self._memory_kinds(kept, len(found.out_avals)),
         )
 
@@ -220,8 +223,17 @@ class Program:
                     raise CompileError(f"jax cannot export the program: {error}") from error
                 checks += new
 
-    def mesh(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the axes of the mesh that arguments are sharded over; () for none."""
+    def axes(self, shardings: Sequence[Any] = ()) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes of the mesh that the program is sharded over; () for none.
+
+        Args:
+          shardings: of the arguments, where they are not arrays' own.
+        """
+        named = (_axes(value) for value in (*shardings, *_own_shardings(self.jaxpr)))
+        return self._mesh() or next(filter(None, named), ())
+
+    def _mesh(self) -> tuple[tuple[str, int], ...]:
+        """The mesh that arguments are sharded over."""
         for leaf in jax.tree.leaves((self.args, self.kwargs)):
             mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
             if mesh is not None and mesh.size > 1:
@@ -274,6 +286,22 @@ def _callbacks(closed: Any) -> Iterator[str]:
             yield source_line(eqn) or name
         for sub in _jax.all_subjaxprs(eqn):
             yield from _callbacks(sub)
+
+
+def _own_shardings(closed: Any) -> Iterator[Any]:
+    """The shardings and meshes that the equations of a program have."""
+    for eqn in closed.jaxpr.eqns:
+        yield from (eqn.params.get("mesh"), eqn.params.get("sharding"))
+        yield from eqn.params.get("in_shardings", ())
+        for sub in _jax.all_subjaxprs(eqn):
+            yield from _own_shardings(sub)
+
+
+def _axes(value: Any) -> tuple[tuple[str, int], ...]:
+    """Of the mesh that a value is or has, if that is of several devices."""
+    mesh = getattr(value, "mesh", value)
+    is_mesh = isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh)
+    return tuple(mesh.shape.items()) if is_mesh and mesh.size > 1 else ()
 
 
 def _without_callbacks(tree: Any) -> Any:

@@ -65,7 +65,8 @@ class Collective:
       recomputed: whether only recomputation asks for it: it is in the scope of
         `jax.checkpoint`'s recomputation, and no other operation of the backward pass reads it.
       in_loop: whether it is inside of a loop.
-      of_stack: whether a loop reads slices of what it gives, as of a stack of layers.
+      of_stack: of an all-gather, whether a loop reads slices of what it gives, as of a stack of
+        layers.
     """
 
     kind: Kind
@@ -193,7 +194,8 @@ class _Reader:
             if kind == "all-reduce" and is_scattered(self._module, instruction, k, len(arrays)):
                 kind = "reduce-scatter"
             result = self._result(instruction, (k,) if len(arrays) > 1 else ())
-            recomputed, of_stack = self._is_recomputed(instruction, result), self._is_sliced(result)
+            recomputed = self._is_recomputed(instruction, result)
+            of_stack = kind == "all-gather" and self._is_sliced(result)
             for value, part in _concatenated(self._module, operand, shape):
                 found = naming.origin(self._module, value[0].name, value[1])
                 where = _asking(self._module, instruction)

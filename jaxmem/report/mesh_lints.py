@@ -99,14 +99,19 @@ def repeated_collectives(program: Program, compiled: Compiled, work: Costs) -> I
     others = f" and {len(repeated) - 1} more" if len(repeated) > 1 else ""
     argument = _argument(program, compiled, worst)
     name = argument.name if argument else worst.name.partition(" ")[0]
+    behind = (
+        f"keep the product that reads {name}: then recomputation needs no {name}"
+        if argument
+        else "keep the value behind it"
+    )
+    where = "the product" if argument else "the sum or the gather"
     yield Lint(
         "collective-repeated",
         f"recomputation repeats {worst.times} × {worst.kind} over {worst.over} of "
         f"{name}{_at(worst)}{others}: {size(again)} of the {size(sent)} that each device sends in "
         "one call",
-        "keep the value behind it: give it a name with jax.ad_checkpoint.checkpoint_name after the "
-        'sum or the gather, and keep that with the policy "names" (save=...); jaxmem.fit weighs '
-        "that against the memory",
+        f"{behind}; give it a name with jax.ad_checkpoint.checkpoint_name after {where}, and keep "
+        'that with the policy "names" (save=...); jaxmem.fit weighs that against the memory',
     )
 
 

@@ -217,3 +217,19 @@ def test_a_sum_that_recomputation_repeats(target: str):
     # What the remedy says, done.
     assert found(jaxmem.policies.names(save="first")) == {}
     assert found("none") == {}
+
+
+def test_a_gather_of_weights_that_a_second_forward_pass_repeats():
+    mesh = mesh_of("h100-80g", fsdp=8)
+    args = params_of(mesh, **SPLIT), spec(mesh, (BATCH, WIDTH), "fsdp")
+
+    def found(policy: Any) -> dict[str, jaxmem.Lint]:
+        return lints("h100-80g", sgd_step(jaxmem.remat(loss_of(), policy)), *args)
+
+    lint = found("sqrt")["collective-repeated"]
+    assert f"recomputation repeats {LAYERS} × all-gather over fsdp of params/up" in lint.message
+    # Of each device's share of one stack seven others receive a copy.
+    assert f"{size(STACK * 7 // 8)} of the " in lint.message
+    assert "keep the product that reads params/up" in lint.remedy
+    # The one forward pass of each layer shares the gather of the backward pass.
+    assert found("full") == {}

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem import MemoryReport, memory_report
+from jaxmem.hlo.collectives import Collective
 from jaxmem.report.report import Lint, Suggestion
 
 MIB = 2**20
@@ -333,6 +334,24 @@ def test_it_is_frozen_hashable_and_compared_by_value():
 
 counts = st.integers(0, 2**50)
 words = st.dictionaries(st.text(), st.text(), max_size=3)
+collectives = st.builds(
+    Collective,
+    kind=st.sampled_from(["all-gather", "collective-permute"]),
+    bytes=counts,
+    wire_bytes=counts,
+    times=counts,
+    group_size=st.integers(2, 64),
+    axes=st.lists(st.text(), max_size=2).map(tuple),
+    dtype=st.sampled_from(["f32", "bf16"]),
+    shape=st.lists(st.integers(1, 64), max_size=3).map(tuple),
+    name=st.text(),
+    source=st.text(),
+    module=st.text(),
+    parameter=st.none() | st.integers(0, 9),
+    recomputed=st.booleans(),
+    in_loop=st.booleans(),
+    of_stack=st.booleans(),
+)
 reports = st.builds(
     MemoryReport,
     required_bytes=counts,
@@ -366,6 +385,7 @@ reports = st.builds(
     flags=words,
     compile_seconds=st.floats(0, 1e6),
     cached=st.booleans(),
+    collectives=st.lists(collectives, max_size=3).map(tuple),
 )
 
 
@@ -374,6 +394,12 @@ reports = st.builds(
 def test_json_there_and_back(report):
     assert MemoryReport.from_json(report.to_json()) == report
     str(report)
+
+
+def test_json_that_is_older_than_collectives():
+    data = json.loads(made().to_json())
+    del data["collectives"], data["collective_bytes"]
+    assert MemoryReport.from_json(json.dumps(data)) == made()
 
 
 def test_json_of_a_real_report():

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jaxmem.hlo.buffers import Loop
+from jaxmem.hlo.collectives import Collective
 from jaxmem.report.memory import memory_report
 from jaxmem.report.report import Lint, MemoryReport, Suggestion
 from jaxmem.show import labels
@@ -142,6 +143,44 @@ def test_too_large_for_a_tpu(report):
 def test_sharded(report):
     text = plain(on_gpu(report, devices=8))
     assert "memory on each of 8 devices" in text
+
+
+def sent(**changes: Any) -> Collective:
+    fields: dict[str, Any] = {
+        "kind": "all-gather",
+        "bytes": 4 * MIB,
+        "wire_bytes": 3 * MIB,
+        "times": 8,
+        "group_size": 4,
+        "axes": ("fsdp",),
+        "dtype": "bf16",
+        "shape": (1024, 2048),
+        "name": "params/up",
+        "source": "model.py:12 (layer)",
+        "module": "",
+        "parameter": 0,
+        "recomputed": False,
+        "in_loop": True,
+    }
+    return Collective(**{**fields, **changes})
+
+
+def test_collectives_with_sums_by_axis(report):
+    others = [
+        sent(kind="all-reduce", axes=("data",), times=k, name="dot_general", source="")
+        for k in range(6, 0, -1)
+    ]
+    unknown = sent(kind="all-to-all", axes=(), times=1)
+    shown = dataclasses.replace(report, devices=4, collectives=(sent(), *others, unknown))
+    words = " ".join(plain(shown).split())
+    # 24 MiB, then 18, 15, 12, 9 in the rows; 6, 3 and 3 in the rest.
+    assert "sent by each device in one call: 90.0 MiB" in words
+    assert "24.0 MiB 8 × all-gather fsdp bf16[1024,2048] params/up model.py:12" in words
+    assert "12.0 MiB 3 more" in words
+    assert "63.0 MiB over data, 24.0 MiB over fsdp, 3.0 MiB over groups of 4; by" in words
+    assert "by each device" not in plain(dataclasses.replace(report, collectives=()))
+    assert "sent by each device in one call: 90.0 MiB" in html(shown)
+    assert all(len(line) <= 80 for line in plain(shown).splitlines()[1:])
 
 
 def test_lints_come_with_their_remedies(report):
