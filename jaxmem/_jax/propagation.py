@@ -231,11 +231,9 @@ def _of_argument(operation: Any, number: int) -> Spec | None:
         return _of_result(operation, number)
     if "in_shardings" in attributes:
         spec = _axes(_several(attributes["in_shardings"])[number])
-        manual = (
-            {str(a).strip('"') for a in attributes["manual_axes"]}
-            if ("manual_axes" in attributes)
-            else set()
-        )
+        manual: set[str] = set()
+        if "manual_axes" in attributes:  # of a shard_map, inside of which these are parts
+            manual = {str(axis) for axis in sdy.ManualAxesAttr(attributes["manual_axes"])}
         return spec and tuple(tuple(a for a in axes if a not in manual) for axes in spec)
     return None
 

@@ -99,10 +99,10 @@ def of_operation(
             continue
         if lost := _axes(spec) - kept - summed:
             found.append(_gather(at, atom.aval, spec, lost, sizes))
-        elif name == "sharding_constraint" and _moved(spec, out):
-            own = _bytes(atom.aval, spec, sizes)
-            moved = tuple(sorted(_moved(spec, out)))
-            found.append(Message("all-to-all", own, moved, _count(moved, sizes)))
+        elif name != "transpose" and atom.aval.shape == eqn.outvars[0].aval.shape:
+            moved, own = tuple(sorted(_moved(spec, out))), _bytes(atom.aval, spec, sizes)
+            if moved:
+                found.append(Message("all-to-all", own, moved, _count(moved, sizes)))
     if summed:
         reduced = _bytes(eqn.outvars[0].aval, out, sizes)
         found.append(Message("all-reduce", reduced, tuple(sorted(summed)), _count(summed, sizes)))
