@@ -300,7 +300,9 @@ class _Moments:
     in_backward = False
     wants_share = True
 
-    def specs(self, leaves: Sequence[jax.Array], names: Sequence[str]) -> PartitionSpec:
+    def specs(
+        self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]
+    ) -> PartitionSpec:
         return PartitionSpec()
 
     def with_arrays(self, arrays: Any) -> "_Moments":

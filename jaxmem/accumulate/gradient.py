@@ -283,8 +283,8 @@ class Mean:
     def with_arrays(self, arrays: Any) -> "Mean":
         return self
 
-    def specs(self, leaves: Sequence[jax.Array], names: Sequence[str]) -> Any:
-        return shards.specs(self.zero, names, leaves)
+    def specs(self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]) -> Any:
+        return shards.specs(self.zero, names, leaves, axes)
 
     def begin(
         self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]

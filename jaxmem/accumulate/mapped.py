@@ -71,7 +71,7 @@ def on_devices(
 
     own_diff = [path for path in call.diff if path not in own]
     held_specs = sink.specs(
-        [call.leaves[path] for path in own_diff], [call.names[path] for path in own_diff]
+        [call.leaves[path] for path in own_diff], [call.names[path] for path in own_diff], axes
     )
     whole_spec = PartitionSpec()
     # Types that tell what varies over devices would ask `fun` to be written for them.

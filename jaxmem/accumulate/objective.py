@@ -40,7 +40,7 @@ class Sink(Protocol):
         """A tree of what `begin` reads in addition to the leaves; every device gets it whole."""
         ...
 
-    def specs(self, leaves: Sequence[jax.Array], names: Sequence[str]) -> Any:
+    def specs(self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]) -> Any:
         """Where what `end` returns lies over devices, as `jax.shard_map` is told."""
         ...
 

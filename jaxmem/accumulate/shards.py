@@ -129,11 +129,7 @@ def begun(
             Shards(split.scattered(array), split, gathers=zero.stage > 2)
             for array, split in zip(zeros, splits, strict=True)
         ]
-    if set(axes) != set(zero.axes):
-        raise ValueError(
-            f"batch_sharding has the rows over {', '.join(map(repr, axes))}, and zero= splits over "
-            f"{', '.join(map(repr, zero.axes))}; pass the same axes to both"
-        )
+    _check_axes(zero, axes)
     if zero.stage == 1:
         return [
             Shards(array, split, "at the end") for array, split in zip(zeros, splits, strict=True)
@@ -144,8 +140,15 @@ def begun(
     ]
 
 
-def specs(zero: Zero | None, names: Sequence[str], leaves: Sequence[Any]) -> Any:
-    """Where gradients come out of `jax.shard_map`."""
+def specs(
+    zero: Zero | None, names: Sequence[str], leaves: Sequence[Any], axes: Sequence[str]
+) -> Any:
+    """Where gradients come out of `jax.shard_map` over these axes.
+
+    Raises:
+      ValueError: ZeRO splits over others.
+    """
+    _check_axes(zero, axes)
     splits = splits_of(zero, names, leaves)
     return PartitionSpec() if splits is None else [split.spec for split in splits]
 
@@ -203,3 +206,14 @@ def finished(
 def opened(held: Sequence[Any]) -> list[Any]:
     """The arrays alone."""
     return [leaf.array if isinstance(leaf, Shards) else leaf for leaf in held]
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _check_axes(zero: Zero | None, axes: Sequence[str]) -> None:
+    if zero is not None and zero.stage and set(axes) != set(zero.axes):
+        raise ValueError(
+            f"batch_sharding has the rows over {', '.join(map(repr, axes))}, and zero= splits over "
+            f"{', '.join(map(repr, zero.axes))}; pass the same axes to both"
+        )

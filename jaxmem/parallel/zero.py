@@ -9,6 +9,7 @@ Known gap: jax holds arrays in equal shards, so an array of which no dimension c
 by the devices stays whole; `Zero.explain` says so.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -222,6 +223,8 @@ class Zero:
                     "Zero has no mesh, and none is set; pass mesh=, or set one with jax.set_mesh"
                 )
             self._check(mesh)
+            with contextlib.suppress(ValueError):  # while a function is traced there is no other
+                return jax.sharding.get_mesh()
         return mesh
 
     def _check(self, mesh: Any) -> None:
