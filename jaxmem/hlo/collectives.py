@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from jaxmem.hlo import naming
+from jaxmem.hlo.collective_arrays import arrays, concatenated
 from jaxmem.hlo.collective_fusions import end_of_chain, is_continued, is_scattered
 from jaxmem.hlo.loops import trip_count
 from jaxmem.hlo.replica_groups import Mesh, axes_along, axes_of, pairs, replica_groups
 from jaxmem.hlo.roles import readers
-from jaxmem.hlo.shapes import Shape
 from jaxmem.hlo.text import Instruction, Module
-from jaxmem.hlo.values import Value, way
+from jaxmem.hlo.values import Value
 
 Kind = Literal[
     "all-gather",
@@ -188,15 +188,15 @@ class _Reader:
         size, axes = self._groups(instruction, opcode)
         if size < 2:
             return
-        arrays = _arrays(self._module, instruction, opcode)
-        for k, (operand, shape) in enumerate(arrays):
+        sent = arrays(self._module, instruction, opcode)
+        for k, (operand, shape) in enumerate(sent):
             kind = opcode
-            if kind == "all-reduce" and is_scattered(self._module, instruction, k, len(arrays)):
+            if kind == "all-reduce" and is_scattered(self._module, instruction, k, len(sent)):
                 kind = "reduce-scatter"
-            result = self._result(instruction, (k,) if len(arrays) > 1 else ())
+            result = self._result(instruction, (k,) if len(sent) > 1 else ())
             recomputed = self._is_recomputed(instruction, result)
             of_stack = kind == "all-gather" and self._is_sliced(result)
-            for value, part in _concatenated(self._module, operand, shape):
+            for value, part in concatenated(self._module, operand, shape):
                 found = naming.origin(self._module, value[0].name, value[1])
                 where = _asking(self._module, instruction)
                 yield Collective(
@@ -252,8 +252,8 @@ class _Reader:
         return "backward" not in {naming.phase(r.op_name) for r in readers(self._module, result)}
 
     def _is_sliced(self, result: Value) -> bool:
-        slices = (r for r in readers(self._module, result) if r.opcode == "dynamic-slice")
-        return any(_is_in_loop(self._module, one) for one in slices)
+        read = readers(self._module, result)
+        return any(_is_layer(self._module, one) and _is_in_loop(self._module, one) for one in read)
 
 
 _BY_COPY = ("all-gather", "all-reduce", "reduce-scatter")
@@ -266,49 +266,13 @@ def _sent(kind: str, count: int, size: int) -> int:
     return (2 if kind == "all-reduce" else 1) * count * (size - 1) // size
 
 
-def _arrays(module: Module, instruction: Instruction, opcode: str) -> list[tuple[Value, Shape]]:
-    """Each array that is sent, and the form in which it counts."""
-    operands = [o for name in instruction.operands if (o := module.instructions.get(name))]
-    if not operands:
-        return []
-    first = operands[0]
-    if opcode == "all-gather":
-        result = instruction.shape
-        if instruction.opcode.endswith("-start"):  # (operands, results)
-            result = (result.elements or (result, result))[1]
-        several = result.elements if result.elements is not None else (result,)
-        return [((o, ()), shape) for o, shape in zip(operands, several, strict=False)]
-    if opcode == "ragged-all-to-all" or "slice_sizes=" in instruction.attributes:
-        return [((first, ()), first.shape)]  # the others are where it is written, and offsets
-    if opcode == "all-to-all" and len(operands) > 1:
-        # One part for each device of the group.
-        count = len(operands)
-        return [((first, ()), Shape(first.shape.dtype, (count, *first.shape.dims)))]
-    if opcode == "collective-permute":
-        operands = [o for o in operands if o.shape.dims or o is first]
-    return [((o, ()), o.shape) for o in operands]
-
-
-def _concatenated(module: Module, value: Value, shape: Shape) -> list[tuple[Value, Shape]]:
-    """The parts of an array that is put together only to be sent at once; or it alone.
-
-    GPUs' combiners do so with summands.
-    """
-    made, index = way(module, value)[-1]
-    if made.opcode != "concatenate" or index:
-        return [(value, shape)]
-    parts = [part for name in made.operands if (part := module.instructions.get(name))]
-    if sum(part.shape.size for part in parts) != shape.size or len(shape.dims) != 1:
-        return [(value, shape)]
-    found: list[tuple[Value, Shape]] = []
-    for part in parts:
-        # Each in the form that it had before it was made flat.
-        before = way(module, (part, ()))
-        forms = (v[0].shape.at(v[1]) for v in before if v[0].opcode != "parameter" or not v[1])
-        same = [f for f in forms if f.elements is None and f.size == part.shape.size]
-        dims = max((f.dims for f in same), key=len, default=part.shape.dims)
-        found.append(((part, ()), Shape(shape.dtype, dims)))
-    return found
+def _is_layer(module: Module, reader: Instruction) -> bool:
+    """Whether it takes one of several along a dimension, not the part that a device keeps."""
+    operand = module.operand(reader)
+    if reader.opcode != "dynamic-slice" or operand is None:
+        return False
+    lengths = zip(operand.shape.dims, reader.shape.dims, strict=False)
+    return any(several > one == 1 for several, one in lengths)
 
 
 def _is_in_loop(module: Module, instruction: Instruction) -> bool:

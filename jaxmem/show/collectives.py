@@ -36,7 +36,7 @@ def collectives_table(report: "MemoryReport", most: int) -> Table:
         )
     columns = (
         Column(right=True),
-        Column(least=12),
+        Column(least=20),
         Column(least=4),
         Column(least=12),
         Column(least=8),

@@ -162,6 +162,31 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
 }}""") == [("all-reduce", 15, 32, 48, ("data",))]
 
 
+@pytest.mark.parametrize(("taken", "of_stack"), [("1,8", True), ("3,8", False)])
+def test_a_loop_takes_layers_of_a_gathered_stack_one_by_one(taken: str, of_stack: bool):
+    """A slice of several rows is what a device keeps of a value, and no layer of a stack."""
+    (one,) = collectives(
+        text.parse(f"""HloModule f, num_partitions=4
+%body (t: (s32[], f32[12,8])) -> (s32[], f32[12,8]) {{
+  %t = (s32[], f32[12,8]{{1,0}}) parameter(0)
+  %k = s32[] get-tuple-element(%t), index=0
+  %w = f32[12,8]{{1,0}} get-tuple-element(%t), index=1
+  %l = f32[{taken}]{{1,0}} dynamic-slice(%w, %k, %k), dynamic_slice_sizes={{{taken}}}
+  ROOT %n = (s32[], f32[12,8]{{1,0}}) tuple(%k, %w)
+}}
+ENTRY %main (x: f32[12,2]) -> (s32[], f32[12,8]) {{
+  %x = f32[12,2]{{1,0}} parameter(0), metadata={{op_name="params"}}
+  %g = f32[12,8]{{1,0}} all-gather(%x), dimensions={{1}}, {GROUPS}
+  %z = s32[] constant(0)
+  %s = (s32[], f32[12,8]{{1,0}}) tuple(%z, %g)
+  ROOT %v = (s32[], f32[12,8]{{1,0}}) while(%s), condition=%cond, body=%body, {THREE}
+}}"""),
+        (("data", 4),),
+    )
+    assert (one.name, one.shape, one.times, one.in_loop) == ("params", (12, 8), 1, False)
+    assert one.of_stack == of_stack
+
+
 def test_groups_of_one_and_copies_without_a_channel_send_nothing():
     entry = """
 ENTRY %main (x: f32[8]) -> f32[8] {{
