@@ -5,7 +5,8 @@ all else before anything is partitioned.  Here it is run on a program in which e
 by an operation without results, which tells, when it is done, how its operand is split.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import ad, mlir
+from jax.sharding import NamedSharding
 
 from jaxmem._jax.jaxprs import as_closed, is_literal
 from jaxmem._jax.types import Eqn
@@ -56,7 +58,7 @@ def splits(
 
     Args:
       closed: the program.
-      in_shardings: of its operands, None where it is open.
+      in_shardings: of its operands; what is no `NamedSharding` is open.
       out_shardings: of its results.
     """
     reader = _Reader()
@@ -67,7 +69,7 @@ def splits(
 
     avals = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        if sharding is not None
+        if isinstance(sharding, NamedSharding)
         else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         for aval, sharding in zip(closed.in_avals, in_shardings, strict=True)
     ]
@@ -87,6 +89,33 @@ def splits(
         for var, spec in zip(reader.read[number], specs, strict=True)
         if spec is not None
     }
+
+
+def mesh_of(shardings: Sequence[Any]) -> Any:
+    """The mesh of several devices that arguments are spread over, or that is set; None for none."""
+    meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if mesh.size > 1), None)
+
+
+def local_shape(
+    shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape that one device holds; a dimension that does not divide is padded.
+
+    Args:
+      sizes: of the mesh's axes.
+    """
+    if spec is None or len(spec) != len(shape):
+        return tuple(shape)
+    pairs = zip(shape, spec, strict=True)
+    return tuple(-(-size // devices_along(axes, sizes)) for size, axes in pairs)
+
+
+def devices_along(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """How many devices there are along these axes, of which some are parts: "tensor:2"."""
+    parts = (axis.partition(":") for axis in axes)
+    return math.prod(int(part) if part else sizes[name] for name, _, part in parts)
 
 
 def read(values: Sequence[Any], number: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.parallel.messages import PER_DEVICE, Spec, local_shape, of_operation
+from jaxmem.parallel.messages import PER_DEVICE, Spec, of_operation
 
 
 class Localiser:
@@ -35,7 +35,7 @@ class Localiser:
             return atom
         if atom not in self._vars:
             shape = getattr(atom.aval, "shape", ())  # a token has none
-            local = local_shape(shape, self._specs.get(atom), self._sizes)
+            local = _jax.local_shape(shape, self._specs.get(atom), self._sizes)
             self._vars[atom] = atom if local == shape else _jax.with_shape(atom, local)
         return self._vars[atom]
 

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from jaxmem import _jax
 
 Kind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
-# The mesh axes of each dimension of a value.
-Spec = tuple[tuple[str, ...], ...]
+Spec = _jax.Spec
 
 # Under this name an equation's parameters hold its `Message`s, in jaxprs that are looked at.
 PER_DEVICE = "jaxmem_per_device"
@@ -102,20 +101,13 @@ def of_operation(
         elif name != "transpose" and atom.aval.shape == eqn.outvars[0].aval.shape:
             moved, own = tuple(sorted(_moved(spec, out))), _bytes(atom.aval, spec, sizes)
             if moved:
-                found.append(Message("all-to-all", own, moved, _count(moved, sizes)))
+                found.append(Message("all-to-all", own, moved, _jax.devices_along(moved, sizes)))
     if summed:
         reduced = _bytes(eqn.outvars[0].aval, out, sizes)
-        found.append(Message("all-reduce", reduced, tuple(sorted(summed)), _count(summed, sizes)))
+        found.append(
+            Message("all-reduce", reduced, tuple(sorted(summed)), _jax.devices_along(summed, sizes))
+        )
     return PerDevice(None, tuple(found))
-
-
-def local_shape(
-    shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int]
-) -> tuple[int, ...]:
-    """The shape that one device holds; a dimension that does not divide is padded."""
-    if spec is None or len(spec) != len(shape):
-        return tuple(shape)
-    return tuple(-(-size // _count(axes, sizes)) for size, axes in zip(shape, spec, strict=True))
 
 
 # ---------------------------------------------------------------- implementation
@@ -150,14 +142,14 @@ def _product(
     size = _elements(aval.shape, kept, sizes)
     partial = size * aval.dtype.itemsize
     if scattered := over & in_out:
-        count = _count(scattered, sizes)
+        count = _jax.devices_along(scattered, sizes)
         found.append(Message("reduce-scatter", partial, tuple(sorted(scattered)), count))
         partial //= count
     if summed := over - in_out:
-        count = _count(summed, sizes)
+        count = _jax.devices_along(summed, sizes)
         found.append(Message("all-reduce", partial, tuple(sorted(summed)), count))
     depth = math.prod(eqn.invars[0].aval.shape[d] for d in contracted[0])
-    return PerDevice(2 * size * depth // _count(over, sizes), tuple(found))
+    return PerDevice(2 * size * depth // _jax.devices_along(over, sizes), tuple(found))
 
 
 def _places(contracted: Any, batch: Any, ranks: tuple[int, int]) -> list[list[int | None]]:
@@ -201,7 +193,9 @@ def _gather(
     dims = tuple(dim for dim, axes in enumerate(spec) if lost.intersection(axes))
     left = tuple(tuple(axis for axis in axes if axis not in lost) for axes in spec)
     whole = _bytes(aval, left, sizes)
-    return Message("all-gather", whole, tuple(sorted(lost)), _count(lost, sizes), operand, dims)
+    return Message(
+        "all-gather", whole, tuple(sorted(lost)), _jax.devices_along(lost, sizes), operand, dims
+    )
 
 
 def _moved(old: Spec, new: Spec) -> set[str]:
@@ -224,17 +218,8 @@ def _split(spec: Spec | None) -> bool:
     return spec is not None and any(spec)
 
 
-def _count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(_size(axis, sizes) for axis in axes)
-
-
-def _size(axis: str, sizes: Mapping[str, int]) -> int:
-    name, _, part = axis.partition(":")
-    return int(part) if part else sizes[name]
-
-
 def _elements(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int]) -> int:
-    return math.prod(local_shape(shape, spec, sizes))
+    return math.prod(_jax.local_shape(shape, spec, sizes))
 
 
 def _bytes(aval: Any, spec: Spec | None, sizes: Mapping[str, int]) -> int:

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import _jax
 from jaxmem.parallel.localised import Localiser
-from jaxmem.parallel.messages import Spec, local_shape
+from jaxmem.parallel.messages import Spec
 from jaxmem.trace.layer import Layer, nbytes
 
 # ---------------------------------------------------------------- types
@@ -36,7 +35,7 @@ class Partition:
         shape = getattr(var.aval, "shape", None)
         if shape is None:
             return nbytes(var.aval)
-        return math.prod(local_shape(shape, spec, self.mesh.shape)) * var.aval.dtype.itemsize
+        return math.prod(_jax.local_shape(shape, spec, self.mesh.shape)) * var.aval.dtype.itemsize
 
     def layer(
         self, layer: Layer, operands: Sequence[Spec | None], results: Sequence[Spec | None]
@@ -78,11 +77,10 @@ def partition(closed: ClosedJaxpr, shardings: Sequence[Any]) -> Partition | None
       closed: the step.
       shardings: of its operands; None, or one that names no mesh, where nothing is said.
     """
-    named = [one if isinstance(one, NamedSharding) else None for one in shardings]
-    mesh = _mesh(named)
+    mesh = _jax.mesh_of(shardings)
     if mesh is None:
         return None
-    specs = _jax.splits(closed, named)
+    specs = _jax.splits(closed, shardings)
     local = Localiser(specs, mesh.shape)(closed)
     read = {
         number: tuple(specs.get(atom) if _jax.is_var(atom) else None for atom in eqn.invars)
@@ -94,17 +92,11 @@ def partition(closed: ClosedJaxpr, shardings: Sequence[Any]) -> Partition | None
 
 def devices(shardings: Sequence[Any]) -> int:
     """Over how many devices values of these shardings are spread."""
-    mesh = _mesh([one for one in shardings if isinstance(one, NamedSharding)])
+    mesh = _jax.mesh_of(shardings)
     return 1 if mesh is None else mesh.size
 
 
 # ---------------------------------------------------------------- implementation
-
-
-def _mesh(shardings: Sequence[Any]) -> Any:
-    meshes = [one.mesh for one in shardings if one is not None]
-    meshes.append(jax.sharding.get_abstract_mesh())
-    return next((mesh for mesh in meshes if mesh.size > 1), None)
 
 
 def _equations(jaxpr: Any) -> Any:

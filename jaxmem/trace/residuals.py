@@ -11,13 +11,14 @@ fused away, and one that jax lists once may be copied.  For what is allocated us
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxmem import _jax
 from jaxmem._util.text import columns, size
 from jaxmem.trace.arguments import is_array, named_leaves
 from jaxmem.trace.origin import Kind, Scope, describe, origin_of, stacked_axes
@@ -32,8 +33,10 @@ class Residual:
     """One value that is kept for the backward pass.
 
     Attributes:
-      bytes: in total, over all layers of a scan.
-      shape: of one layer's value, where a scan stacks it; else of the value.
+      bytes: in total, over all layers of a scan; where arguments are spread over a mesh, those of
+        one of its devices.
+      shape: of one layer's value, where a scan stacks it; else of the value.  Over a mesh, of what
+        one device has of it.
       dtype: the name of its dtype.
       name: its `checkpoint_name` ("jaxmem_carry" for carries that a plan keeps), or
         the operation that computed it, or "argument 'path'".
@@ -169,12 +172,13 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 
         return jax.tree.leaves(jax.vjp(forward, [now[k] for k in floats])[1])
 
-    jaxpr = jax.make_jaxpr(kept)(*(leaves[k] for k in traced)).jaxpr
+    closed = jax.make_jaxpr(kept)(*(leaves[k] for k in traced))
+    jaxpr, shapes = closed.jaxpr, _Shapes(closed, [_sharding(leaves[k]) for k in traced])
     top = Scope(jaxpr, arguments=[names[k] for k in traced])
     rows: dict[Any, Residual] = {}
     for var in jaxpr.outvars:
         if not isinstance(var, core.Literal):
-            key, row = _residual(top, var)
+            key, row = _residual(top, var, shapes(var))
             rows.setdefault(key, row)
     # Stable for equal sizes: in program order.
     return Residuals(tuple(sorted(rows.values(), key=lambda row: -row.bytes)))
@@ -183,11 +187,26 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 # ---------------------------------------------------------------- implementation
 
 
-def _residual(top: Scope, var: core.Var) -> tuple[Any, Residual]:
+class _Shapes:
+    """The shapes of values on one device, as the partitioner splits them over a mesh."""
+
+    def __init__(self, closed: Any, shardings: Sequence[Any]) -> None:
+        mesh = _jax.mesh_of(shardings)
+        self._specs = {} if mesh is None else _jax.splits(closed, shardings)
+        self._sizes = {} if mesh is None else mesh.shape
+
+    def __call__(self, var: Any) -> tuple[int, ...]:
+        return _jax.local_shape(var.aval.shape, self._specs.get(var), self._sizes)
+
+
+def _sharding(leaf: Any) -> Any:
+    return getattr(leaf, "sharding", None)
+
+
+def _residual(top: Scope, var: core.Var, shape: tuple[int, ...]) -> tuple[Any, Residual]:
     origin = origin_of(top, var)
     label = describe(origin)
     aval: Any = var.aval
-    shape = tuple(aval.shape)
     row = Residual(
         bytes=math.prod(shape) * aval.dtype.itemsize,
         shape=shape[stacked_axes(origin) :],

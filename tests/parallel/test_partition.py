@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxmem._jax import local_shape
 from jaxmem.estimate.costs import costs
-from jaxmem.parallel.messages import Message, local_shape, per_device
+from jaxmem.parallel.messages import Message, per_device
 from jaxmem.parallel.partition import partition
 
 ROWS, WIDTH, WIDE = 16, 32, 64
