@@ -29,13 +29,14 @@ another `--mesh`, or other processes, it goes on as well, but for rounding.
 """
 
 import sys
+from collections.abc import Callable
 
 import jax
 import tyro
 
 from lm import processes, supervisor
 from lm.config import Config, UserError
-from lm.stopping import Stopped, listening
+from lm.stopping import Listener, Stopped, listening
 
 
 def main(config: Config) -> None:
@@ -66,14 +67,18 @@ def _divide_cpu(config: Config) -> None:
 def _start(config: Config) -> int:
     """In this process, or in several; gives the exit status."""
     if processes.is_worker():
-        from lm import run
-
-        return processes.work(config, run.run)
+        return processes.work(config, _run)
     if config.cluster or config.processes is not None:
         config.check()
         return supervisor.supervise(config)
     main(config)
     return 0
+
+
+def _run(config: Config, listener: Listener, saved: Callable[[int], None]) -> None:
+    from lm import run  # late, so that a worker gives signs of life while it imports
+
+    run.run(config, listener, saved)
 
 
 if __name__ == "__main__":

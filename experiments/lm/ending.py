@@ -23,7 +23,7 @@ class End:
       host: name of the machine.
       pid: of the process there.
       code: exit status, a signal's number below zero, or None if it had to be ended.
-      silent: whether it had given no sign of life.
+      silent: seconds without a sign of life, if those were too many; else 0.
       said: all that it reported.
       log: what it wrote, and C++ in it.
     """
@@ -31,7 +31,7 @@ class End:
     host: str
     pid: int
     code: int | None
-    silent: bool
+    silent: int
     said: dict[str, Any]
     log: str
 
@@ -62,7 +62,7 @@ class Verdict:
 # ---------------------------------------------------------------- API
 
 
-def verdict(ends: Sequence[End], heartbeat_timeout: int, start_timeout: int) -> Verdict:
+def verdict(ends: Sequence[End], start_timeout: int) -> Verdict:
     """The first cause of the end, and how to go on."""
     if not any(end.code for end in ends) and all(end.code is not None for end in ends):
         return Verdict(0)
@@ -82,8 +82,9 @@ def verdict(ends: Sequence[End], heartbeat_timeout: int, start_timeout: int) -> 
                 whose = "" if all(e.said.get("error") == error for e in ends) else f"{end.name}: "
                 return Verdict(2, f"train_lm.py: error: {whose}{error}")
             return lost(f"{end.name} failed: {error}", end.log)
-    if silent := [end.name for end in ends if end.silent]:
-        return lost(f"{_these(silent)} given no sign of life for {heartbeat_timeout} s")
+    if silent := [end for end in ends if end.silent]:
+        names, seconds = [end.name for end in silent], max(end.silent for end in silent)
+        return lost(f"{_these(names)} given no sign of life for {seconds} s")
     stopped = [end.said["stopped"] for end in ends if "stopped" in end.said]
     if len(stopped) == len(ends):
         return Verdict(

@@ -12,6 +12,7 @@ output is shown of the first process alone.
 
 import dataclasses
 import json
+import logging
 import os
 import socket
 import sys
@@ -207,6 +208,15 @@ def _show(place: Place) -> None:
         else:
             shown = open(os.devnull, "w")  # noqa: SIM115
         setattr(sys, name, shown)
+    # What nobody can catch, such as what the loops of a failed write leave, is for the file too.
+    sys.unraisablehook = threading.excepthook = _log
+    logging.lastResort = logging.StreamHandler(sys.__stderr__)
+
+
+def _log(args: Any) -> None:
+    traceback.print_exception(
+        args.exc_type, args.exc_value, args.exc_traceback, file=sys.__stderr__
+    )
 
 
 def _leave() -> None:

@@ -37,9 +37,7 @@ def supervise(config: Config) -> int:
     """Run the workers until all have ended, say why unless all is well; gives the exit status."""
     with listening(_Patient()) as listener, _started(config) as workers:
         _watch(config, workers, listener)
-        found = verdict(
-            [worker.end() for worker in workers], config.heartbeat_timeout, config.start_timeout
-        )
+        found = verdict([worker.end() for worker in workers], config.start_timeout)
     if found.line is not None:
         sys.stderr.write(found.log)
         # One that was ended in the middle of its progress bar has left the line open.
@@ -72,14 +70,15 @@ class _Worker:
     pipe: int
     heard: float
     said: dict[str, Any]
-    silent: bool = False
+    spoke: bool = False
+    silent: int = 0
     _unread: bytes = b""
 
     def read(self) -> bool:
         """Take what has come; whether more may come."""
         if not (chunk := os.read(self.pipe, 65536)):
             return False
-        self.heard = time.monotonic()
+        self.heard, self.spoke = time.monotonic(), True
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         for line in lines:
             self.said |= json.loads(line)
@@ -160,7 +159,9 @@ def _watch(config: Config, workers: list[_Worker], listener: Listener) -> None:
                 key.data.read()
             now = time.monotonic()
             for worker in running:
-                worker.silent = now - worker.heard > config.heartbeat_timeout
+                # What comes before the first sign of life, imports above all, takes its time.
+                patience = config.heartbeat_timeout + config.start_timeout * (not worker.spoke)
+                worker.silent = patience if now - worker.heard > patience else 0
             if not running or any(worker.silent for worker in running):
                 return
             if len(running) < len(workers):

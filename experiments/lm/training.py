@@ -1,12 +1,13 @@
 """The training loop; a resumed run gives the numbers of an uninterrupted one."""
 
+import contextlib
 import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -96,24 +97,27 @@ def train(
             print(f"resuming after step {done}, from its checkpoint")
         saved(done)
         if first:
-            files.write(folder / METRICS, "".join(map(_line, rows)))
+            with _writing("the metrics"):
+                files.write(folder / METRICS, "".join(map(_line, rows)))
         evaluate = held_out_loss(config)
-        path = folder / METRICS if first else os.devnull
-        with open(path, "a") as metrics, _bar(config, done) as bar:
+        with _bar(config, done) as bar:
             for step in range(done + 1, config.steps + 1):
                 state, loss = program.run(state, step)
                 row: dict[str, Any] = {"step": step, "loss": loss}
                 if step % config.eval_every == 0 or step == config.steps:
                     row["held_out_loss"] = evaluate(state.params)
                 rows.append(row)
-                _append(metrics, row)
+                if first:
+                    _append(folder / METRICS, row)
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 bar.update()
                 heard = listener.ask()
                 last = step == config.steps or heard is not None
                 if last or step % config.checkpoint_every == 0:
                     optimizers.hold(state)
-                    _save(checkpoints, step, state)
+                    with _writing(f"the checkpoint of step {step}"):
+                        # Each process writes its part; one that is not whole is not restored.
+                        checkpoints.save(step, args=ocp.args.StandardSave(state))
                     saved(step)
                 if heard is not None:
                     raise Stopped(heard)
@@ -143,16 +147,17 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
     return done, state
 
 
-def _save(checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
-    """Write a checkpoint, each process its part; one that is not whole is not restored."""
+@contextlib.contextmanager
+def _writing(what: str) -> Iterator[None]:
+    """What is raised by a disk that is full, as an error for the person at the shell."""
     try:
-        checkpoints.save(step, args=ocp.args.StandardSave(state))
+        yield
     except (OSError, ValueError, RuntimeError) as error:
         if of_another(error):
             raise
         raise UserError(
-            f"the checkpoint of step {step} cannot be written: {_reason(error)}; make room where "
-            "--workdir is, and the same command goes on from the checkpoint before"
+            f"{what} cannot be written: {_reason(error)}; make room where --workdir is, and the "
+            "same command goes on from the last checkpoint"
         ) from error
 
 
@@ -181,9 +186,10 @@ def _rows_until(step: int, path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _append(metrics: TextIO, row: dict[str, Any]) -> None:
-    metrics.write(_line(row))
-    metrics.flush()
+def _append(path: Path, row: dict[str, Any]) -> None:
+    # Opened for each row, as a file that is closed after a failed write fails once more.
+    with _writing(f"the metrics of step {row['step']}"), path.open("a") as metrics:
+        metrics.write(_line(row))
 
 
 def _line(row: dict[str, Any]) -> str:
