@@ -14,8 +14,8 @@ is plain data parallelism.  The ways:
 * host state: the state by `jaxmem.offload_state`.
 
 All is in P, the bytes of the parameters: what one device must allocate (arguments and temporaries),
-what is in its host's memory, and the numbers that are gathered and reduce-scattered in a step, each
-counted as the four bytes that a parameter has, as the papers count them.
+what is in its host's memory, and how many numbers are gathered and reduce-scattered in a step: an
+all-reduce is both.  The papers count so; bytes are fewer, as the layers compute in bfloat16.
 
 It prints tables and writes `results/zero_memory.csv` and `.png`; the same command resumes after an
 interruption, and `--again` makes all rows anew (unchanged programs come from the cache).
@@ -110,7 +110,8 @@ class Row(Record):
       sizes: of the model and its batch.
       parameter_bytes: of all parameters.
       required_bytes: on the device, of which `argument_bytes` and `temp_bytes`.
-      gathered, scattered: how many numbers all-gathers give, and reduce-scatters take, in a step.
+      gathered, scattered, reduced: how many numbers all-gathers give, and reduce-scatters and
+        all-reduces take, in a step.
       error: what the compiler said, where it refused the program.
     """
 
@@ -125,6 +126,7 @@ class Row(Record):
     host_bytes: int | None = None
     gathered: int | None = None
     scattered: int | None = None
+    reduced: int | None = None
     error: str = ""
 
     def share(self, bytes: int | None) -> float | None:
@@ -138,10 +140,10 @@ class Row(Record):
 
     @property
     def sent(self) -> float | None:
-        """Numbers gathered and scattered, in those of the parameters."""
-        if self.gathered is None or self.scattered is None:
+        """Numbers sent, in those of the parameters; an all-reduce scatters and gathers."""
+        if self.gathered is None or self.scattered is None or self.reduced is None:
             return None
-        return 4 * (self.gathered + self.scattered) / self.parameter_bytes
+        return 4 * (self.gathered + self.scattered + 2 * self.reduced) / self.parameter_bytes
 
 
 KEY = ("target", "sizes", "stage", "way")
@@ -288,6 +290,7 @@ def _made(options: Options, target: str, stage: int, way: Way, versions: str) ->
         host_bytes=report.host_bytes,
         gathered=_numbers(report, "all-gather"),
         scattered=_numbers(report, "reduce-scatter"),
+        reduced=_numbers(report, "all-reduce"),
     )
 
 
@@ -330,7 +333,8 @@ def _message(rows: Sequence[Row]) -> str:
     plain = [f"{row.required:.2f}" for row in own if row.way == ORDINARY]
     least = min((row.required or math.inf for row in own), default=math.nan)
     return (
-        f"AdamW by the stages of ZeRO, P a device: {', '.join(plain)}; in the best way {least:.2f}"
+        f"AdamW by ZeRO's stages 0 to 3: {', '.join(plain)} P on each of 8 devices, "
+        f"{least:.2f} in the best way"
     )
 
 
@@ -351,7 +355,8 @@ def _panel(rows: Sequence[Row], axes: "Axes") -> None:
                 words = f"{row.way}: refused by the compiler"
                 axes.text(0.04, place, words, va="center", fontsize=7, color=picture.PLAIN)
             place += 1
-        axes.plot([THEORY[stage]] * 2, [first - 0.5, place - 0.5], color="black", linewidth=1)
+        # Of the first bar, which is that of the ordinary way.
+        axes.plot([THEORY[stage]] * 2, [first - 0.48, first + 0.48], color="black", linewidth=1.5)
         ticks.append((first + place - 1) / 2)
         names.append(f"stage {stage}")
         place += 0.8

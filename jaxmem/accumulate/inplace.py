@@ -129,6 +129,7 @@ def evaluate(
         if in_shards or any(map(_jax.is_on_host, operands)):
             linear, scope = reversed_by(eqn, stacked.wanted[id(eqn)], in_shards)
             linear = gathered.gathering(linear, shards.gathered(own))
+            shards.check_rows(own)
         else:
             linear = _schedule(eqn, stacked.wanted[id(eqn)])
         if linear is None:

@@ -179,6 +179,13 @@ def after(held: Mapping[Any, Any], values: Sequence[jax.Array]) -> dict[Any, Any
     return {key: one(leaf) for key, leaf in held.items()}
 
 
+def check_rows(held: Mapping[int, Any]) -> None:
+    """Warn of arrays that layers read row by row, if their rows are what is split."""
+    for leaf in held.values():
+        if isinstance(leaf, Shards):
+            leaf.split.check_rows()
+
+
 def gathered(held: Mapping[int, Any]) -> dict[int, Split]:
     """How parameters are split that have to be gathered where they are read."""
     return {

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxmem.errors import JaxmemWarning, warn
+
 # Numbers of an array that are gathered at once, about, where that goes row by row.
 CHUNK = 2**22
 
@@ -34,6 +36,7 @@ class Split:
       known: whether `base` is all there is; else the compiler may split other dimensions over
         other axes of the mesh, as tensor parallelism does.
       reason: why the array stays whole, if it does.
+      path: of the array in its tree.
     """
 
     mesh: Any
@@ -42,6 +45,7 @@ class Split:
     base: tuple[Any, ...]
     known: bool = True
     reason: str = ""
+    path: str = ""
 
     @property
     def shards(self) -> NamedSharding:
@@ -57,6 +61,17 @@ class Split:
     def spec(self) -> PartitionSpec:
         """Of the shards inside `jax.shard_map` over `axes` alone."""
         return PartitionSpec(*(self.axes if d == self.dim else None for d in range(len(self.base))))
+
+    def check_rows(self) -> None:
+        """Warn of an array that layers read row by row, if its rows are what is split."""
+        if self.dim == 0:
+            warn(
+                f"{self.path} is stacked over layers and split along them, so that a layer's row "
+                f"lies on one of {self._devices} devices, and all others wait for it; name another "
+                "dimension in dim= of jaxmem.Zero, one that they divide, or keep the array whole "
+                "by min_size=",
+                JaxmemWarning,
+            )
 
     def local(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a shard inside `jax.shard_map`."""

@@ -65,8 +65,8 @@ class Zero:
         mesh axes split it already (tensor parallelism), or None.  Needed where arrays do not tell:
         inside `jax.jit`, on axes of type Auto.  ZeRO takes a dimension that is free.
       dim: from a parameter's path to the dimension to split, or None for the choice made here: the
-        first one but the leading one (layers are stacked along it) that the devices divide,
-        and the leading one if there is no other.
+        first one but the leading one (layers are stacked along it) that the devices divide;
+        of vectors and matrices the leading one, too, if there is no other.
 
     Raises:
       TypeError, ValueError: an option cannot be, the mesh lacks the axis, or the axis has one
@@ -194,7 +194,7 @@ class Zero:
         others = [axis for axis in mesh.axis_names if axis not in self.axes]
         known = base is not None or all(mesh.shape[axis] == 1 for axis in others)
         dim, reason = self._dim(name, leaf.shape, entries)
-        return Split(mesh, self.axes, dim, tuple(entries), known, reason)
+        return Split(mesh, self.axes, dim, tuple(entries), known, reason, name)
 
     def states(self, tree: Any, names: Sequence[str], params: Sequence[Any]) -> Iterator[Split]:
         """How the leaves of an optimizer's state are split, in their order.
@@ -207,9 +207,10 @@ class Zero:
         own = {
             name: (leaf, self.split(name, leaf)) for name, leaf in zip(names, params, strict=True)
         }
+        others = dataclasses.replace(self, specs=None, dim=None)  # which are of parameters
         for path, leaf in zip(*flat(tree)[:2], strict=True):
             name = parameter_in(path, own)
-            param, split = own[name] if name is not None else (leaf, self.split(path, leaf))
+            param, split = own[name] if name is not None else (leaf, others.split(path, leaf))
             yield split if param.shape == leaf.shape else self._beside(path, leaf, param, split)
 
     # ------------------------------------------------------------ implementation
@@ -300,11 +301,16 @@ class Zero:
             return wanted, ""
         if math.prod(shape) < self.min_size:
             return None, self._too_small
-        order = [*range(1, len(shape)), 0] if len(shape) > 1 else range(len(shape))
-        for dim in order:
+        # Of three dimensions or more, the leading one is that of layers.
+        for dim in (*range(1, len(shape)), *(range(1) if len(shape) < 3 else ())):
             if shape[dim] % devices == 0 and base[dim] is None:
                 return dim, ""
-        free = [str(length) for length, taken in zip(shape, base, strict=True) if taken is None]
+        first = 1 if len(shape) > 2 else 0
+        free = [
+            str(length)
+            for length, taken in zip(shape[first:], base[first:], strict=True)
+            if taken is None
+        ]
         return None, (
             f"{devices} devices divide none of {', '.join(free)}; a width that they divide, or "
             "fewer devices on the axis, would split it"

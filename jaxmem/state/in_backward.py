@@ -117,6 +117,7 @@ def run(task: Task) -> Done:
         for eqn, own in places.items()
     }
     handover = _Handover(update, task)
+    task.places.check_rows(update.by_row)
     alone = [leaf for leaf in range(count) if leaf not in inside]
 
     def special(token: Any, eqn: Any, operands: list[Any]) -> list[Any] | None:

@@ -1,7 +1,7 @@
 """Where gradients, parameters and the leaves of a state lie over the devices, in an update."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxmem import _jax
@@ -37,6 +37,11 @@ class Places:
             return cls()
         own = zero.states(stored.types(state), list(map(path_of, names)), params)
         return cls(splits, list(own), zero.stage > 2)
+
+    def check_rows(self, leaves: Iterable[int]) -> None:
+        """Warn of parameters that are updated row by row, if their rows are what is split."""
+        for leaf in leaves if self.params else ():
+            self.params[leaf].check_rows()
 
     def gradient(self, leaf: int, value: Any) -> Any:
         """A gradient on the device, or a row of it, reduce-scattered."""

@@ -397,10 +397,10 @@ def test_microbatches_are_reduced_once_in_stage_1_and_each_in_stage_2() -> None:
 
 def test_arrays_that_cannot_be_split_stay_whole_and_it_is_said() -> None:
     zero = zero_of(1)
-    params = {"odd": jnp.ones((7, 9, 11)), "few": jnp.ones(8), "vector": jnp.ones(128)}
+    params = {"odd": jnp.ones((8, 9, 11)), "few": jnp.ones(8), "vector": jnp.ones(128)}
     said = str(zero.explain(params, optax.adam(1e-3)))
     assert "state/0/mu/odd" in said
-    assert "whole: 8 devices divide none of 7, 9, 11; a width that they divide" in said
+    assert "whole: 8 devices divide none of 9, 11; a width that they divide" in said
     assert "whole: it has fewer than 64 numbers" in said
     assert "whole: stage 1 splits no parameters" in said
     assert zero.gradients(params)["vector"].spec == P("data")
@@ -418,6 +418,29 @@ def test_a_dimension_can_be_chosen() -> None:
         zero_of(2, dim={"layers/up": 0}.get).gradients(PARAMS)
     with pytest.raises(ValueError, match="layers/up has 3 dimensions, and dim names number 3"):
         zero_of(2, dim={"layers/up": 3}.get).gradients(PARAMS)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_layers_that_are_split_are_right_and_a_warning(stage: int) -> None:
+    def own(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0].mean()
+
+    params, x, optimizer = {"w": normal(5, 8, 12, 12)}, normal(7, 16, 12), optax.adamw(1e-2)
+    zero = zero_of(stage, dim=lambda path: 0)
+    placed, state = zero.init(optimizer, params)
+    expected = steps(jaxmem.value_and_update(own, optimizer), params, optimizer.init(params), x)
+    for step in (
+        jaxmem.value_and_update(own, optimizer, zero=zero),
+        jaxmem.value_and_grad(own, microbatches=1, zero=zero),
+    ):
+        with pytest.warns(jaxmem.JaxmemWarning, match="^w is stacked over layers and split along"):
+            found = jax.jit(step)(
+                *((placed, state, x) if "Step" in str(type(step)) else (placed, x))
+            )
+        near(found[0], jax.jit(own)(params, x))
+    with pytest.warns(jaxmem.JaxmemWarning, match="one of 8 devices"):
+        found = steps(jaxmem.value_and_update(own, optimizer, zero=zero), placed, state, x)
+    near(found[:2], expected[:2])
 
 
 def test_it_is_a_value() -> None:
