@@ -59,9 +59,8 @@ def main(config: Config) -> None:
 
 
 def _divide_cpu(config: Config) -> None:
-    wanted = config.devices_per_process
-    if wanted is not None and wanted != jax.config.read("jax_num_cpu_devices"):
-        jax.config.update("jax_num_cpu_devices", wanted)
+    if config.devices_per_process is not None:
+        jax.config.update("jax_num_cpu_devices", config.devices_per_process)
 
 
 def _start(config: Config) -> int:

@@ -49,6 +49,8 @@ def run(
     rows = []
     if config.compare and config.layout is None:
         rows = _compared(config, program, folder, listener)
+    elif config.compare:
+        print("the policies are compared on one device, without --mesh")
     files.write(folder / PICTURE, picture.draw(config, rows, metrics, entropy))
     written = [METRICS, *([TABLE] if rows else []), PICTURE]
     print(f"written to {folder}: config.json, {', '.join(written)}")

@@ -310,9 +310,17 @@ def test_a_mesh_that_cannot_be_is_told_with_the_remedy(options: dict[str, Any], 
     assert "\n" not in str(caught.value)
 
 
-def test_a_mesh_for_other_devices_than_there_are_is_refused() -> None:
+def test_a_mesh_for_other_devices_than_there_are_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         train_lm.main(Config(mesh="data=2,fsdp=2"))
     assert "is for 4 devices and there are 8 devices; pass sizes whose product is 8" in str(
         caught.value
     )
+
+    divided = command(tmp_path / "none", mesh="data=4", devices_per_process=2)
+    done = subprocess.run(
+        divided, env=environment(folder), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "tensor=1 is for 4 devices and there are 2 devices; pass" in last_line(done.stderr)
+    assert not (tmp_path / "none").exists()
