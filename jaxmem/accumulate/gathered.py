@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
@@ -64,7 +65,7 @@ def evaluate(
         others = [
             value
             for value, flag in zip(operands, is_split, strict=True)
-            if not flag and isinstance(value, jax.Array)
+            if not flag and _is_numbers(value)
         ]
         whole = [
             own[atom].used(value, others, tell) if flag else value
@@ -77,6 +78,12 @@ def evaluate(
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether it is an array of numbers on the device, and no random key."""
+    is_array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
+    return is_array and not _jax.is_on_host(value)
 
 
 def _moved(eqn: Any, own: Mapping[Any, Split]) -> Split | None:

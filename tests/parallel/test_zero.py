@@ -209,6 +209,24 @@ def test_other_policies_and_none(policy: Any) -> None:
     assert_split(found[1]["w"], P(None, "data", None))
 
 
+def test_keys_and_functions_that_are_jitted() -> None:
+    def own(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        @jax.jit
+        def dropped(w: jax.Array, key: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.where(jax.random.bernoulli(key, 0.5, (16, 1)), x @ w, 0.0)
+
+        return (dropped(params["first"], key, x) @ params["second"].T.astype(jnp.float32)).mean()
+
+    params = {"first": normal(5, 32, 32), "second": normal(6, 16, 32)}
+    x, key, zero = normal(7, 16, 32), jax.random.key(0), zero_of(3)
+    value_and_grad = jaxmem.value_and_grad(
+        own, microbatches=1, batch_argnums=1, rng_argnums=2, zero=zero
+    )
+    placed = jax.device_put(params, zero.params(params))
+    found = jax.jit(value_and_grad)(placed, jax.device_put(x, zero.batch), key)
+    near(found, jax.value_and_grad(own)(params, x, key))
+
+
 def test_beside_an_axis_of_tensor_parallelism() -> None:
     """Which is respected: ZeRO takes a dimension that is free."""
     mesh = mesh_of(data=4, model=2)
