@@ -253,7 +253,7 @@ def _plans(target: Any, job: jaxmem.Job, made: dict[str, Any], timeout: float) -
         place = near[round(number * (len(near) - 1) / (PLANS - 1))]
         row = Row(**made, kind=PLAN, name=str(number), predicted_bytes=problem.predicted[place])
         try:
-            yield _told(row, target, problem.report(ask, place))
+            yield _told(row, problem.report(ask, place))
         except jaxmem.CompileError as error:
             yield dataclasses.replace(row, error=str(error).splitlines()[0][:200])
 
@@ -265,7 +265,7 @@ def _compiled(row: Row, target: Any, job: jaxmem.Job, **compiling: Any) -> Row:
         )
     except jaxmem.CompileError as error:
         return dataclasses.replace(row, error=str(error).splitlines()[0][:200])
-    return _told(row, target, report)
+    return _told(row, report)
 
 
 def _fitted(row: Row, target: Any, job: jaxmem.Job, cost: Any, **compiling: Any) -> Row:
@@ -277,23 +277,20 @@ def _fitted(row: Row, target: Any, job: jaxmem.Job, cost: Any, **compiling: Any)
         )  # fmt: skip
     except (jaxmem.BudgetError, jaxmem.CompileError) as error:
         return dataclasses.replace(row, error=str(error).splitlines()[0][:200])
-    row = _told(row, target, fitted.report)
+    row = _told(row, fitted.report)
     return dataclasses.replace(
         row, predicted_bytes=fitted.explain().predicted_bytes, compiles=fitted.compiles
     )
 
 
-def _told(row: Row, target: Any, report: jaxmem.MemoryReport) -> Row:
-    sent = sum(one.total_bytes for one in report.collectives)
-    seconds = report.estimated_seconds
-    if seconds is not None and target.link_bandwidth is not None:
-        steps = sum(one.times * (one.group_size - 1) for one in report.collectives)
-        seconds += sent * target.link_axes / target.link_bandwidth
-        seconds += steps * (target.link_latency or 0.0)
+def _told(row: Row, report: jaxmem.MemoryReport) -> Row:
     return dataclasses.replace(
-        row, required_bytes=report.required_bytes, matmul_flops=report.matmul_flops,
-        seconds=seconds, sent_bytes=sent,
-    )  # fmt: skip
+        row,
+        required_bytes=report.required_bytes,
+        matmul_flops=report.matmul_flops,
+        seconds=(report.estimated_seconds or 0.0) + (report.communication_seconds or 0.0),
+        sent_bytes=report.collective_bytes,
+    )
 
 
 def _of(rows: Sequence[Row], rival: Row, kind: str) -> Row | None:

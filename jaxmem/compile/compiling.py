@@ -67,6 +67,8 @@ class Compiled(Outcome):
       target, device, platform, devices: what it was compiled for.
       capacity_bytes, default_capacity_bytes: of one device, and what jax takes of it by default.
       bandwidth, matrix_peak: bytes and floating-point operations per second.
+      link: bytes per second that a device sends along one axis of its links, and seconds for one
+        step of a ring; None where that is unknown.
       flags: the options it was compiled with.
       cached: whether the outcome is from the cache on disk.
     """
@@ -82,6 +84,7 @@ class Compiled(Outcome):
     matrix_peak: float | None
     flags: dict[str, str]
     cached: bool = False
+    link: tuple[float, float] | None = None
 
 
 # ---------------------------------------------------------------- API
@@ -173,6 +176,7 @@ class Elsewhere:
             default_capacity_bytes=target.default_bytes,
             bandwidth=target.bandwidth,
             matrix_peak=target.matrix_peak,
+            link=target.link,
             flags={**_flags(self._options), **found.avoiding},
             cached=self._known is not None,
         )
@@ -261,6 +265,7 @@ def _compiled_here(program: Program, options: dict[str, Any]) -> Compiled:
         default_capacity_bytes=None,
         bandwidth=known and known.bandwidth,
         matrix_peak=known and known.matrix_peak,
+        link=known and known.link,
         versions=installed.versions(device.platform),
         flags=_flags(options),
         seconds=seconds,

@@ -173,9 +173,8 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     compiler = compiler_of(known.platform)
     speeds = known.matrix_peak, known.bandwidth
     options: dict[str, Any] = {"compiler": compiler}
-    if known.link_bandwidth is not None:
-        options["link_bandwidth"] = known.link_bandwidth / known.link_axes
-        options["link_latency"] = known.link_latency or 0.0
+    if known.link is not None:
+        options["link_bandwidth"], options["link_latency"] = known.link
     if cost == "measured":
         return Measured(*speeds, **options)
     return Roofline(*speeds, flops_only=cost == "flops", **options)

@@ -1,6 +1,7 @@
 """The report of a compiled program: the compiler's figures, under the names that the user knows."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from jaxmem.compile.compiling import Compiled
 from jaxmem.compile.program import Argument, Program
@@ -47,6 +48,7 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         # Only the compiled program shows how the work is split over devices or repeated on them.
         model = analysis.matmul_flops - analysis.recomputed_matmul_flops
     buffers = () if analysis is None else _named(analysis, program, compiled)
+    collectives = () if analysis is None else _sent(analysis, program, compiled)
     required = argument + output - alias + temp
     on_chip = 0 if analysis is None else analysis.space_bytes.get("on-chip", 0)
     whole = Places(required, on_chip, host)
@@ -84,7 +86,8 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         cached=compiled.cached,
         state=_state_bytes(program, compiled, arguments),
         parts=parts(program, compiled, arguments, buffers, whole, max(output - alias, 0)),
-        collectives=() if analysis is None else _sent(analysis, program, compiled),
+        collectives=collectives,
+        communication_seconds=_communicating(compiled, collectives),
     )
 
 
@@ -187,6 +190,19 @@ def _roofline(compiled: Compiled, work: Costs, matmul_flops: int | None) -> floa
         return None
     flops = work.matmul_flops if matmul_flops is None else matmul_flops
     return max(flops / compiled.matrix_peak, work.bytes / compiled.bandwidth)
+
+
+def _communicating(compiled: Compiled, collectives: Sequence[Collective]) -> float | None:
+    """Seconds of the collectives one after the other, each in a ring."""
+    if compiled.devices == 1:
+        return 0.0
+    if compiled.link is None:
+        return None
+    bandwidth, latency = compiled.link
+    sent = sum(one.total_bytes for one in collectives)
+    rounds = ((2 if one.kind == "all-reduce" else 1) * one.times for one in collectives)
+    steps = (n * (one.group_size - 1) for n, one in zip(rounds, collectives, strict=True))
+    return sent / bandwidth + sum(steps) * latency
 
 
 def _only_traced(compiled: Compiled, work: Costs) -> bool:

@@ -141,6 +141,9 @@ class MemoryReport(Shown):
       devices: how many devices the program runs on; all figures are per device.
       collectives: what is sent between devices, by array, those that send most first; see
         `jaxmem.Collective`.
+      communication_seconds: of these, one after the other in rings at the peak of the device's
+        links within a host or slice; what is hidden behind computation is not taken off.  None
+        where the links' figures are unknown.
       notes: caveats about the numbers.
       versions: of jax, jaxlib, jaxmem and the plugin that compiled it.
       flags: compiler flags and options that were set.
@@ -188,6 +191,7 @@ class MemoryReport(Shown):
     state: dict[str, tuple[int, int]] = dataclasses.field(hash=False, default_factory=dict)
     parts: dict[str, Places] = dataclasses.field(hash=False, default_factory=dict)
     collectives: tuple[Collective, ...] = ()
+    communication_seconds: float | None = None
 
     # ------------------------------------------------------------ derived
 
@@ -368,6 +372,10 @@ class Difference(Shown):
         return _minus(self.after.estimated_seconds, self.before.estimated_seconds)
 
     @property
+    def communication_seconds(self) -> float | None:
+        return _minus(self.after.communication_seconds, self.before.communication_seconds)
+
+    @property
     def parts(self) -> dict[str, Places]:
         """How much more each of `MemoryReport.parts` has, without those that have as much."""
         kinds = dict.fromkeys((*self.before.parts, *self.after.parts))
@@ -447,6 +455,7 @@ _NUMBERS = (
     "matmul_flops",
     "recompute_overhead",
     "estimated_seconds",
+    "communication_seconds",
 )
 
 

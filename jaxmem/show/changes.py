@@ -170,6 +170,7 @@ def _work(d: "Difference") -> Table:
         ("memory traffic", "bytes_moved", size),
         ("sent to other devices", "collective_bytes", size),
         ("time, at least", "estimated_seconds", seconds),
+        ("communication", "communication_seconds", seconds),
     ):
         if getattr(d, name):
             was, now = getattr(d.before, name), getattr(d.after, name)

@@ -254,6 +254,9 @@ def work(report: "MemoryReport") -> Iterator[tuple[str, str]]:
         yield "memory traffic", f"{size(report.bytes_moved)} (estimate)"
     if report.estimated_seconds is not None:
         yield "time", f"at least {seconds(report.estimated_seconds)} (roofline estimate, bf16 peak)"
+    if report.communication_seconds:
+        told = f"{seconds(report.communication_seconds)} by the peak of the links"
+        yield "communication", f"{told}, if none of it is hidden"
 
 
 def origin(report: "MemoryReport") -> str:

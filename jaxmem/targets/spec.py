@@ -126,6 +126,16 @@ class Target:
         """
         return self.memory * 3 // 4 if self.platform == "gpu" else self.memory
 
+    @property
+    def link(self) -> tuple[float, float] | None:
+        """Bytes per second along one axis of its links, and seconds for one step of a ring.
+
+        None where no figure of the links is known.
+        """
+        if self.link_bandwidth is None:
+            return None
+        return self.link_bandwidth / self.link_axes, self.link_latency or 0.0
+
     def with_devices(self, devices: int) -> "Target":
         """This target with this number of devices.
 

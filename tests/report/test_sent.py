@@ -55,6 +55,9 @@ def test_arguments_have_their_paths_and_the_sum_is_that_of_one_call():
     ]
     assert [(c.times, c.bytes) for c in scattered] == [(LAYERS, LAYER)]
     assert found.collective_bytes == 3 * LAYERS * LAYER * 7 // 8
+    sent, steps = found.collective_bytes, 3 * LAYERS * 7
+    assert found.communication_seconds == pytest.approx(sent / 450e9 + steps * 3.4e-6)
+    assert "if none of it is hidden" in str(found)
     assert list(found.collectives) == sorted(found.collectives, key=lambda c: -c.total_bytes)
 
 
@@ -100,4 +103,5 @@ def test_one_device_has_none(target: str):
     x = jax.ShapeDtypeStruct((8, 8), "float32")
     found = jaxmem.memory_report(lambda x: x @ x, x, target=target)
     assert (found.collectives, found.collective_bytes) == ((), 0)
+    assert found.communication_seconds == 0.0
     assert "sent by each device" not in str(found)
