@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import _jax
 from jaxmem.parallel.leaves import flat, parameter_in, types_of
+from jaxmem.parallel.meshes import check_same, is_silent
 from jaxmem.parallel.split import Split
 from jaxmem.parallel.zero_plan import ZeroPlan, described
 
@@ -252,8 +253,8 @@ class Zero:
             sharding = getattr(jax.typeof(leaf), "sharding", None)
         spec = given
         if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names:
-            _check_same(name, sharding.mesh, mesh)
-            if spec is None and not _is_silent(leaf, sharding.mesh):
+            check_same(name, sharding.mesh, mesh)
+            if spec is None and not is_silent(leaf, sharding.mesh):
                 spec = sharding.spec
         if spec is None:
             return None
@@ -352,26 +353,3 @@ class Zero:
         paths, _, tree = flat(state)
         splits = self.states(state, names, leaves)
         return tree, list(zip(paths, types, splits, strict=True))
-
-
-# ---------------------------------------------------------------- implementation
-
-
-def _is_silent(leaf: Any, mesh: Any) -> bool:
-    """Whether an array does not tell how it is split over axes that the compiler sees to."""
-    auto = jax.sharding.AxisType.Auto
-    return isinstance(leaf, Tracer) and any(kind == auto for kind in mesh.axis_types)
-
-
-def _check_same(name: str, own: Any, mesh: Any) -> None:
-    same = dict(own.shape) == dict(mesh.shape)
-    if same and not any(isinstance(m, jax.sharding.AbstractMesh) for m in (own, mesh)):
-        same = own.devices.tolist() == mesh.devices.tolist()
-    if not same:
-        what = "the same axes over other devices"
-        if dict(own.shape) != dict(mesh.shape):
-            what = f"{dict(own.shape)}, not {dict(mesh.shape)}"
-        raise ValueError(
-            f"{name} lies on another mesh than that of Zero ({what}); make both with one mesh, or "
-            "move the array first: jax.device_put(params, zero.params(types of params))"
-        )
