@@ -10,6 +10,7 @@ What libraries print from C++ goes to a file of the supervisor's; Python's
 output is shown of the first process alone.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -108,7 +109,8 @@ def work(config: Config, body: Callable[[Config, Listener, Callable[[int], None]
                 report(lost=_one_line(error))
                 time.sleep((_JAX + 1) * config.heartbeat_timeout)
             else:
-                traceback.print_exc(file=sys.__stderr__)
+                with contextlib.suppress(OSError):
+                    traceback.print_exc(file=sys.__stderr__)
             report.end(1, error=_one_line(error))
     _leave()
     report.end(0)
@@ -137,7 +139,8 @@ class _Report:
     def end(self, code: int, **said: Any) -> NoReturn:
         """Say why, and end at once: a normal exit would wait for the other processes."""
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError):  # it may be on the disk that is full
+                stream.flush()
         self(**said)
         os._exit(code)
 
