@@ -32,6 +32,7 @@ def remat(
     where: Where | None = None,
     min_length: int = 1,
     methods: str | Sequence[str] | None = None,
+    partition: str | tuple[str, ...] | None = None,
     **options: Any,
 ) -> Any:
     """`target` with its layer stacks under a policy.
@@ -50,6 +51,10 @@ def remat(
       min_length: scans shorter than this are not taken for stacks.
       methods: for module classes and instances, the methods to decorate;
         ``__call__`` by default.
+      partition: mesh axes over which the carries of stacks are split from layer to layer, and so
+        are stored split for the backward pass (ZeRO-R; sequence parallelism), where tensor-parallel
+        devices would each hold them whole.  What reads a carry gathers it.  The first dimension
+        behind the batch that the devices divide is split; other axes stay as they are.
       **options: options of a policy given by name (``slots=8``).
 
     Returns:
@@ -57,7 +62,8 @@ def remat(
 
     Raises:
       ValueError: unknown policy, a plan for another length, a name that nothing
-        in the function has.
+        in the function has; the mesh lacks an axis of `partition`, or no carry can be split
+        over it.
       TypeError: `target` is none of the above, or an option is not the policy's.
 
     What is decorated is traced, so that ``if float(x) > 0`` works undecorated only.  An NNX
@@ -91,7 +97,7 @@ def remat(
         parsed = policy
     else:
         parsed = policies.parse(policy, **options)
-    choice = Choice(parsed, where, min_length)
+    choice = Choice(parsed, where, min_length, partition)
     if methods is not None and not _is_module(target):
         raise TypeError(
             f"methods= goes with a Flax module class or instance, and {target!r} is none; "

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, unrolled
 from jaxmem.errors import JaxmemWarning, NoStackWarning, check_positive, noting, warn
+from jaxmem.parallel.carries import Axes, SplitCarries, check_axes
 from jaxmem.plans.choose import choose, needs_sizes
 from jaxmem.plans.plan import Plan
 from jaxmem.policies import Auto, ByLayer, LayerPolicy, NoRemat, Policy, Sqrt
@@ -43,14 +44,17 @@ class Choice:
       policy: for the stacks.
       where: which of several stacks; a predicate on `LayerStack`, or an index.
       min_length: shorter scans are not taken for stacks.
+      partition: mesh axes over which carries are stored split.
     """
 
     policy: Policy | Plan
     where: Where | None = None
     min_length: int = 1
+    partition: Axes | None = None
 
     def __post_init__(self) -> None:
         check_positive("min_length", self.min_length)
+        check_axes(self.partition)
         if not (self.where is None or callable(self.where) or _is_index(self.where)):
             raise TypeError(
                 "where takes the index of a stack or a predicate on jaxmem.LayerStack, got "
@@ -182,7 +186,8 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     context.note_region(choice.policy)
     if isinstance(choice.policy, Auto):
         _warn_unfilled(label)
-    is_plain = isinstance(choice.policy, NoRemat | Auto)
+    keeps_all = isinstance(choice.policy, NoRemat | Auto)
+    is_plain = keeps_all and choice.partition is None
     if is_plain and not any(map(_jax.is_on_host, args)):
         return _jax.evaluate(closed, args)
     found = find.find(closed)
@@ -191,6 +196,10 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
         return _replaced(closed, args, _chosen(found, choice, label), NoRemat(), found)
     check.gradients(found, label)
     chosen = _chosen(found, choice, label)
+    if choice.partition is not None and not chosen:
+        check.partition(choice.partition, label)
+    if keeps_all and not chosen:
+        return _replaced(closed, args, [], NoRemat(), found)
     check.names([as_stack(eqn, choice.policy) for _, eqn in chosen], closed, choice.policy)
     if not chosen:
         if any(_jax.is_planned(eqn) for _, eqn in found.stacks):
@@ -218,10 +227,10 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
                 return _jax.made_by(closed, args, outs)
         return _checkpoint_whole(closed, whole, choice, found, label, why_uncut)
     check.effect(choice.policy)
-    for info, eqn in chosen:
+    for info, eqn in () if keeps_all else chosen:
         check.stack(info, eqn, choice.policy)
     check.twice(chosen)
-    return _replaced(closed, args, chosen, choice.policy, found)
+    return _replaced(closed, args, chosen, choice.policy, found, choice.partition)
 
 
 def _replaced(
@@ -230,6 +239,7 @@ def _replaced(
     chosen: Sequence[tuple[LayerStack, Any]],
     policy: Policy | Plan,
     found: find.Found,
+    partition: Axes | None = None,
 ) -> list[Any]:
     """Evaluate a jaxpr, these of its stacks under a policy."""
     targets = {id(eqn): info for info, eqn in chosen}
@@ -243,7 +253,10 @@ def _replaced(
         if id(eqn) not in targets:
             return through(eqn, operands, targets, special)
         if not _jax.is_planned(eqn):
-            return _run(as_stack(eqn, policy, targets[id(eqn)]), operands)
+            stack = as_stack(eqn, policy, targets[id(eqn)])
+            if partition is not None:
+                return _run_partitioned(stack, partition, operands)
+            return _run(stack, operands)
         if _jax.is_stack(eqn) or not any(map(_jax.is_on_host, operands)):
             return None
         return _run(as_stack(eqn, NoRemat(), targets[id(eqn)]), operands)
@@ -319,10 +332,22 @@ def as_stack(eqn: Any, policy: Policy | Plan, info: LayerStack | None = None) ->
     return Stack(Form(body, scan.length, scan.reverse, scan.unroll), policy, info)
 
 
+def _run_partitioned(stack: Stack, axes: Axes, operands: list[Any]) -> list[Any]:
+    """A stack whose carries are split over mesh axes between its layers."""
+    split = SplitCarries.of(stack.form.body, axes, stack.called)
+    form = dataclasses.replace(stack.form, body=split.body)
+    consts, carry, xs = form.body.split_in(operands)
+    stack = dataclasses.replace(stack, form=form, is_partitioned=True)
+    outs = _run(stack, [*consts, *split.placed(carry), *xs])
+    count = form.body.num_carry
+    return [*split.gathered(outs[:count]), *outs[count:]]
+
+
 def _run(stack: Stack, operands: list[Any]) -> list[Any]:
     """A stack as the scan that jax knows, if the policy alone says which; else bound to it."""
     on_host = any(map(_jax.is_on_host, operands))
-    if not (on_host or needs_sizes(stack.policy)):
+    # Carries that jax's own scan keeps are gathered for it.
+    if not (on_host or stack.is_partitioned or needs_sizes(stack.policy)):
         plan = choose(stack.policy, Problem(stack.form.length))
         if run := native(plan):
             context.note_plan(stack.policy, plan)

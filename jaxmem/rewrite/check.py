@@ -47,6 +47,16 @@ def stack(info: LayerStack, eqn: Any, policy: Policy | Plan) -> None:
         )
 
 
+def partition(axes: Any, label: str) -> None:
+    """That carries can be split; called where there is no stack."""
+    warn(
+        f"partition={axes!r} does nothing in {label}: it splits what one layer of a stack passes "
+        "to the next, and no stack is there.  A stack is a jax.lax.scan over layers (nn.scan, "
+        "nnx.scan, jaxmem.scan)",
+        NoEffectWarning,
+    )
+
+
 def code(label: str) -> None:
     """That code without a stack can be recomputed; called where it cannot.
 

@@ -57,11 +57,13 @@ class Stack:
 
     Attributes:
       info: where it was found; None for one that nobody has to be told of.
+      is_partitioned: whether its carries are split over mesh axes between layers.
     """
 
     form: Form
     policy: Policy | Plan
     info: LayerStack | None = None
+    is_partitioned: bool = False
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The plain scan."""
@@ -146,7 +148,9 @@ class Stack:
             return self.derivative(self.run, self.wrt(operands), args, tangents)
         plan = self.plan(layer)
         note_plan(self.policy, plan)
-        if any(map(_jax.is_on_host, args)):  # of which jax would keep rows on the device
+        whole = plan.kind == "full" and plan != Plan.full(plan.length)
+        # Of arrays on the host jax would keep rows on the device.
+        if any(map(_jax.is_on_host, args)) or (self.is_partitioned and whole):
             with self.scope(layer, plan, args):
                 return self.streamed(layer, plan).split(args, tangents)
         if plan.kind == "none":
