@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -171,3 +172,98 @@ def test_fit_keeps_a_budget_of_one_device_and_tells_of_its_shapes() -> None:
     assert (fitted.report.matmul_flops or 0) < (full.matmul_flops or 0)
     assert f"[{ROWS // 2},{LENGTH}" in str(fitted.explain())
     assert f"[{ROWS},{LENGTH}" not in str(fitted.explain())
+
+
+def mixture(mesh: Any) -> tuple[Any, tuple[Any, Any]]:
+    """Layers of eight experts over four devices, in a `shard_map`: rows go to experts and back."""
+    experts, rows = 8, ROWS * LENGTH // 8
+    room = 2 * rows // experts
+
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        flat = x.reshape(-1, WIDTH)
+        chance = jax.nn.softmax(flat @ p["gate"])
+        chosen = jax.nn.one_hot(chance.argmax(-1), experts)
+        place = ((jnp.cumsum(chosen, 0) - 1) * chosen).sum(-1).astype(jnp.int32)
+        sent = chosen[..., None] * jax.nn.one_hot(place, room)[:, None]
+        there = jax.lax.all_to_all(jnp.einsum("nec,nw->ecw", sent, flat), "model", 0, 1, tiled=True)
+        done = jnp.einsum("ecw,ewf->ecf", there, p["up"])
+        done = jnp.einsum("ecf,efw->ecw", jnp.tanh(done), p["down"])
+        back = jax.lax.all_to_all(done, "model", 1, 0, tiled=True)
+        found = jnp.einsum("nec,ecw->nw", sent, back) * chance.max(-1)[:, None]
+        return x + found.reshape(x.shape), None
+
+    planned = jaxmem.remat(lambda params, x: jax.lax.scan(layer, x, params)[0], "auto")
+    over, spread = PartitionSpec(None, "model"), PartitionSpec(("data", "model"))
+    weights = {"gate": PartitionSpec(), "up": over, "down": over}
+    mapped = jax.shard_map(planned, mesh=mesh, in_specs=(weights, spread), out_specs=spread)
+    params = {
+        "gate": spec(mesh, (LAYERS, WIDTH, experts)),
+        "up": spec(mesh, (LAYERS, experts, WIDTH, WIDTH), None, "model"),
+        "down": spec(mesh, (LAYERS, experts, WIDTH, WIDTH), None, "model"),
+    }
+    x = spec(mesh, (ROWS, LENGTH, WIDTH), ("data", "model"))
+    return jax.grad(lambda params, x: (mapped(params, x) ** 2).mean()), (params, x)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        def linear(n: int, m: int, *axes: str | None) -> nnx.Linear:
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+            return nnx.Linear(n, m, kernel_init=init, use_bias=False, rngs=rngs)
+
+        self.up = linear(WIDTH, WIDE, None, "model")
+        self.down = linear(WIDE, WIDTH, "model", None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        names = {nnx.PARTITION_NAME: None}
+
+        @nnx.split_rngs(splits=LAYERS)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=names)
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(rngs)
+
+        self.blocks = blocks(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        names = {nnx.PARTITION_NAME: None}
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=names)
+        def run(x: jax.Array, block: Block) -> jax.Array:
+            return block(x)
+
+        return run(x, self.blocks)
+
+
+def of_flax(mesh: Any) -> tuple[Any, tuple[Any, Any]]:
+    """An NNX model whose parameters are split as their metadata say."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(state))
+    arrays = jax.tree.map(
+        lambda leaf, axes: spec(mesh, leaf.shape, *axes), nnx.to_pure_dict(state), specs
+    )
+
+    def loss(arrays: Any, x: jax.Array) -> jax.Array:
+        own = jax.tree.map(lambda leaf: leaf, state)
+        nnx.replace_by_pure_dict(own, arrays)
+        call = jaxmem.remat(Model.__call__, "auto")
+        return (call(nnx.merge(graph, own), x) ** 2).mean()
+
+    return jax.grad(loss), (arrays, spec(mesh, (ROWS, LENGTH, WIDTH), "data"))
+
+
+@pytest.mark.parametrize("model", [mixture, of_flax])
+def test_experts_over_devices_and_flax_models_with_metadata(model: Any) -> None:
+    mesh = mesh_of("auto")
+    with jax.sharding.use_abstract_mesh(mesh):
+        step, args = model(mesh)
+        ask = CompileRequest(step, args, {}, TARGET, (), (), None, 900.0, True)
+        found = build_problem(ask, False, "roofline")
+        assert found.regions[0].is_local
+        middle = len(found.front) // 2
+        seen = found.report(ask, middle).required_bytes
+    assert found.predicted[middle] == pytest.approx(seen, rel=0.2)
