@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import core, debugging
+from jax._src import config, core, debugging
 from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir import ir, passmanager
@@ -52,7 +52,10 @@ mlir.register_lowering(read_p, _lowered)
 
 
 def splits(
-    closed: ClosedJaxpr, in_shardings: Sequence[Any], out_shardings: Any = None
+    closed: ClosedJaxpr,
+    in_shardings: Sequence[Any],
+    out_shardings: Any = None,
+    platform: str | None = None,
 ) -> Mapping[Any, Spec]:
     """How each value of a program is split, in it and in the loops and calls that it is made of.
 
@@ -60,6 +63,10 @@ def splits(
       closed: the program.
       in_shardings: of its operands; what is no `NamedSharding` is open.
       out_shardings: of its results.
+      platform: "cpu", "gpu" or "tpu", for which there are kernels of it; None for the default one.
+
+    Raises:
+      NotImplementedError, RuntimeError, ValueError: jax cannot lower the program for it.
     """
     reader = _Reader()
     marked = reader.marked(closed)
@@ -74,8 +81,11 @@ def splits(
         for aval, sharding in zip(closed.in_avals, in_shardings, strict=True)
     ]
     jitted = jax.jit(run) if out_shardings is None else jax.jit(run, out_shardings=out_shardings)
-    lowered = jitted.trace(*avals).lower(lowering_platforms=("tpu",))
-    module: Any = lowered.compiler_ir("stablehlo")
+    platform = platform or jax.default_backend()
+    names = ("cuda",) if platform == "gpu" else (platform,)
+    with config.use_shardy_partitioner(True):  # also where the compiler is to use another one
+        lowered = jitted.trace(*avals).lower(lowering_platforms=names)
+        module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         manager = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
         manager.run(module.operation)

@@ -50,7 +50,7 @@ class _Spread:
         region; None where it has no reverse mode.
     """
 
-    on_one_device: Callable[[Partition, _Reads], Region | None]
+    on_one_device: Callable[[Partition | None, _Reads], Region | None]
     reads: list[_Reads] = dataclasses.field(default_factory=list)
 
 
@@ -123,13 +123,17 @@ class Collector(ByLayer):
             self._read(key, args)
         return jax.named_scope(scope)
 
-    def on_one_device(self, parts: Partition) -> None:
-        """Have the regions whose arrays are spread over a mesh speak of one of its devices."""
+    def on_one_device(self, parts: Partition | None) -> None:
+        """Have the regions whose arrays are spread over a mesh speak of one of its devices.
+
+        Args:
+          parts: None where it is not known how they are split.
+        """
         for key, known in self._spread.items():
-            reads = next(one for one in known.reads if one.operands in parts.read)
             before = self.regions.pop(key)
-            if region := known.on_one_device(parts, reads):
-                region.uses, region.is_local = before.uses, True
+            reads = [one for one in known.reads if parts is None or one.operands in parts.read]
+            if region := known.on_one_device(parts, reads[0]):
+                region.uses, region.is_local = before.uses, parts is not None
                 self.regions[key] = region
 
     def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:
@@ -196,14 +200,22 @@ class Collector(ByLayer):
             self._spread[key].reads.append(_Reads(number, {} if made is None else made))
             _jax.read(args, number)
 
-    def _local_stack(self, stack: Any, layer: Layer, parts: Partition, reads: _Reads) -> Region:
+    def _local_stack(
+        self, stack: Any, layer: Layer, parts: Partition | None, reads: _Reads
+    ) -> Region:
+        if parts is None:
+            return stack_region(stack, layer, layer, self.roofline, self.offload)
         consts, carry, xs = layer.body.split_in(parts.read[reads.operands])
         rows = [None if spec is None else spec[1:] for spec in xs]
         results = [*carry, *[None] * layer.body.num_y]
         local = parts.layer(layer, [*consts, *carry, *rows], results)
         return stack_region(stack, layer, local, self.roofline, self.offload)
 
-    def _local_code(self, code: Code, label: str, parts: Partition, reads: _Reads) -> Region | None:
+    def _local_code(
+        self, code: Code, label: str, parts: Partition | None, reads: _Reads
+    ) -> Region | None:
+        if parts is None:
+            return self._code(code, label)
         jaxpr = code.closed.jaxpr
         specs = dict(zip(jaxpr.invars, parts.read[reads.operands], strict=True))
         for place, number in reads.made.items():

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax, targets
 from jaxmem.compile.program import Program
-from jaxmem.errors import NoStackWarning, OffloadWarning, warn
+from jaxmem.errors import JaxmemWarning, NoStackWarning, OffloadWarning, warn
 from jaxmem.estimate.compiler import of_platform as compiler_of
 from jaxmem.estimate.measured import Measured
 from jaxmem.estimate.roofline import Roofline
@@ -121,10 +121,9 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     with context.instead(collector):
         program = ask.program()
     collector.count(program.jaxpr)
-    step = program.jaxpr
-    if parts := parallel.partition(program.jaxpr, _known(program, shardings)):
-        collector.on_one_device(parts)
-        step = parts.closed
+    parts = _parts(program, shardings) if devices > 1 else None
+    collector.on_one_device(parts)
+    step = program.jaxpr if parts is None else parts.closed
     regions = tuple(collector.regions.values())
     for region in regions:
         if isinstance(region, UnrolledRegion) and region.uses.iterations:
@@ -208,6 +207,21 @@ def _others(program: Program, step: ClosedJaxpr, gradients: int) -> tuple[int, i
     results = max(sum(map(nbytes, outs)) - donated, 0)
     gradients -= program.record.updated_bytes
     return arguments + results, max(gradients - results, 0)
+
+
+def _parts(program: Program, shardings: Sequence[Any]) -> parallel.Partition | None:
+    """The step as one device runs it; None where jax does not tell, of which a warning tells."""
+    try:
+        return parallel.partition(program.jaxpr, _known(program, shardings), program.platform)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        warn(
+            "how the partitioner splits the step is not known, since jax cannot lower it apart "
+            f"from its compilation ({why}): plans are predicted as if every value were split over "
+            "all devices, and what they send each other were free; what compilers say is exact",
+            JaxmemWarning,
+        )
+        return None
 
 
 def _known(program: Program, shardings: Sequence[Any]) -> Sequence[Any]:

@@ -58,11 +58,6 @@ class PerDevice:
     matmul_flops: int | None = None
     messages: tuple[Message, ...] = ()
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Of operands that it has whole while it runs."""
-        return sum(one.bytes for one in self.messages if one.kind == "all-gather")
-
 
 # ---------------------------------------------------------------- API
 

@@ -24,11 +24,13 @@ class Partition:
     Attributes:
       closed: the step as one device runs it.
       read: how the values are split that were read under each number, see `jaxmem._jax.read`.
+      platform: that the step is for, see `jaxmem._jax.splits`.
     """
 
     mesh: Any
     closed: ClosedJaxpr
     read: Mapping[int, tuple[Spec | None, ...]]
+    platform: str | None
 
     def bytes(self, var: Any, spec: Spec | None) -> int:
         """Of a value that is split so, on one device."""
@@ -49,7 +51,8 @@ class Partition:
         cotangents = [spec for spec, wrt in zip(results, layer.wrt.outs, strict=True) if wrt]
         gradients = [spec for spec, wrt in zip(operands, layer.wrt.ins, strict=True) if wrt]
         given = self._shardings([*operands, *cotangents], both.jaxpr.invars)
-        specs = dict(_jax.splits(both, given, self._shardings(gradients, both.jaxpr.outvars)))
+        wanted = self._shardings(gradients, both.jaxpr.outvars)
+        specs = dict(_jax.splits(both, given, wanted, self.platform))
         for var, atom in zip(reverse.jaxpr.invars, layer.residuals, strict=False):
             if _jax.is_var(atom) and atom in specs:
                 specs.setdefault(var, specs[atom])
@@ -70,24 +73,30 @@ class Partition:
 # ---------------------------------------------------------------- API
 
 
-def partition(closed: ClosedJaxpr, shardings: Sequence[Any]) -> Partition | None:
+def partition(
+    closed: ClosedJaxpr, shardings: Sequence[Any], platform: str | None = None
+) -> Partition | None:
     """A step as one device of its mesh runs it; None without a mesh of several devices.
 
     Args:
       closed: the step.
       shardings: of its operands; None, or one that names no mesh, where nothing is said.
+      platform: see `jaxmem._jax.splits`.
+
+    Raises:
+      NotImplementedError, RuntimeError, ValueError: see there.
     """
     mesh = _jax.mesh_of(shardings)
     if mesh is None:
         return None
-    specs = _jax.splits(closed, shardings)
+    specs = _jax.splits(closed, shardings, platform=platform)
     local = Localiser(specs, mesh.shape)(closed)
     read = {
         number: tuple(specs.get(atom) if _jax.is_var(atom) else None for atom in eqn.invars)
         for eqn in _equations(closed.jaxpr)
         if (number := _jax.read_number(eqn)) is not None
     }
-    return Partition(mesh, local, read)
+    return Partition(mesh, local, read, platform)
 
 
 def devices(shardings: Sequence[Any]) -> int:

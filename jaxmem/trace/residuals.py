@@ -20,6 +20,7 @@ from jax.extend import core
 
 from jaxmem import _jax
 from jaxmem._util.text import columns, size
+from jaxmem.errors import JaxmemWarning, warn
 from jaxmem.trace.arguments import is_array, named_leaves
 from jaxmem.trace.origin import Kind, Scope, describe, origin_of, stacked_axes
 
@@ -192,8 +193,19 @@ class _Shapes:
 
     def __init__(self, closed: Any, shardings: Sequence[Any]) -> None:
         mesh = _jax.mesh_of(shardings)
-        self._specs = {} if mesh is None else _jax.splits(closed, shardings)
-        self._sizes = {} if mesh is None else mesh.shape
+        self._specs: Any = {}
+        self._sizes: Any = {}
+        if mesh is None:
+            return
+        try:
+            self._specs, self._sizes = _jax.splits(closed, shardings), mesh.shape
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            warn(
+                "saved_residuals: how values are split over the mesh is not known, since jax "
+                f"cannot lower the function here ({why}); shapes and bytes are of whole values",
+                JaxmemWarning,
+            )
 
     def __call__(self, var: Any) -> tuple[int, ...]:
         return _jax.local_shape(var.aval.shape, self._specs.get(var), self._sizes)

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
@@ -172,6 +174,27 @@ def test_fit_keeps_a_budget_of_one_device_and_tells_of_its_shapes() -> None:
     assert (fitted.report.matmul_flops or 0) < (full.matmul_flops or 0)
     assert f"[{ROWS // 2},{LENGTH}" in str(fitted.explain())
     assert f"[{ROWS},{LENGTH}" not in str(fitted.explain())
+
+
+def test_where_jax_does_not_tell_it_is_said_and_values_count_as_split() -> None:
+    """A kernel that jax has no lowering of for another platform."""
+    kernel = jax.extend.core.Primitive("kernel_of_a_vendor")
+    kernel.def_abstract_eval(lambda x: x)
+    ad.deflinear2(kernel, lambda ct, x: [ct])
+
+    @jaxmem.remat_auto
+    def stack(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, p: (jnp.sin(kernel.bind(x @ p)), None), x, params)[0]
+
+    mesh = mesh_of("auto")
+    args = spec(mesh, (LAYERS, WIDTH, WIDTH)), spec(mesh, (ROWS, WIDTH), "data")
+    step = jax.grad(lambda params, x: stack(params, x).sum())
+    ask = CompileRequest(step, args, {}, TARGET, (), (), None, 900.0, True)
+    with pytest.warns(jaxmem.JaxmemWarning, match="kernel_of_a_vendor.* as if every value"):
+        found = build_problem(ask, False, "roofline")
+    (region,) = found.regions
+    assert not region.is_local
+    assert region.of_one_device(800, found.devices) == 100
 
 
 def mixture(mesh: Any) -> tuple[Any, tuple[Any, Any]]:
