@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import jax
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import _jax, targets
 from jaxmem.compile.program import Program
@@ -212,7 +213,8 @@ def _others(program: Program, step: ClosedJaxpr, gradients: int) -> tuple[int, i
 def _parts(program: Program, shardings: Sequence[Any]) -> parallel.Partition | None:
     """The step as one device runs it; None where jax does not tell, of which a warning tells."""
     try:
-        return parallel.partition(program.jaxpr, _known(program, shardings), program.platform)
+        known = _known(program, _jax.mesh_of(shardings))
+        return parallel.partition(program.jaxpr, known, program.platform)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0]
         warn(
@@ -224,10 +226,15 @@ def _parts(program: Program, shardings: Sequence[Any]) -> parallel.Partition | N
         return None
 
 
-def _known(program: Program, shardings: Sequence[Any]) -> Sequence[Any]:
-    """The shardings of arguments; a function jitted elsewhere may have left some out."""
-    count = len(program.jaxpr.in_avals)
-    return shardings if len(shardings) == count else [None] * count
+def _known(program: Program, mesh: Any) -> Sequence[Any]:
+    """The shardings of the program's arguments, of which some are static in the call."""
+
+    def sharding(split: Any) -> Any:
+        if split is None:
+            return None
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in split)))
+
+    return [sharding(argument.split) for argument in program.arguments]
 
 
 def _nothing_to_plan(program: Program) -> str:

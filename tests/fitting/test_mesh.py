@@ -176,6 +176,19 @@ def test_fit_keeps_a_budget_of_one_device_and_tells_of_its_shapes() -> None:
     assert f"[{ROWS},{LENGTH}" not in str(fitted.explain())
 
 
+def test_arguments_that_are_static_are_not_taken_for_arrays() -> None:
+    mesh = mesh_of("auto")
+    step, args = gradient("auto", mesh), arguments(mesh)
+
+    def with_static(factor: float, params: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: factor * leaf, step(params, x))
+
+    ask = CompileRequest(with_static, (2.0, *args), {}, TARGET, (), (0,), None, 900.0, True)
+    (region,) = build_problem(ask, False, "roofline").regions
+    assert region.is_local
+    assert region.param_bytes == problem("auto")[0].regions[0].param_bytes
+
+
 def test_where_jax_does_not_tell_it_is_said_and_values_count_as_split() -> None:
     """A kernel that jax has no lowering of for another platform."""
     kernel = jax.extend.core.Primitive("kernel_of_a_vendor")
