@@ -8,7 +8,7 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,6 +107,7 @@ class Program:
 
         Raises:
           TypeError: an argument is not an array; the message names its path.
+          ValueError: arguments lie on different meshes.
           TypeError, ValueError: see `jaxmem.trace.training_state.told`.
           CompileError: tracing needs cuDNN, which is not installed.
         """
@@ -149,6 +150,8 @@ class Program:
         given = [self.args[k] for k in positions] + [self.kwargs[k] for k in sorted(in_kwargs)]
         kinds = [_memory_kind(leaf) for tree in given for leaf in jax.tree.leaves(tree)]
         splits = [_split(leaf) for tree in given for leaf in jax.tree.leaves(tree)]
+        arrays = (leaf for tree in given for leaf in jax.tree.leaves(tree))
+        _check_meshes({name: leaf for (name, _), leaf in zip(infos, arrays, strict=True)})
         states = [leaf for tree in given for leaf in state_leaves(tree)]
         places = [*positions, *[None] * len(in_kwargs)]
         whose = [
@@ -318,6 +321,27 @@ def _without_callbacks(tree: Any) -> Any:
 def _memory_kind(leaf: Any) -> str | None:
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     return kind if kind is not None and "host" in kind else None
+
+
+def _check_meshes(leaves: Mapping[str, Any]) -> None:
+    """Raise where arguments lie on different meshes.
+
+    Raises:
+      ValueError: they do; the message says which.
+    """
+    known: dict[Any, str] = {}
+    for name, leaf in leaves.items():
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if mesh is not None and mesh.size > 1:
+            known.setdefault(tuple(mesh.shape.items()), name)
+    if len(known) > 1:
+        (first, name), (second, other), *_ = known.items()
+        axes = [", ".join(f"{axis}={size}" for axis, size in one) for one in (first, second)]
+        raise ValueError(
+            f"argument '{name}' lies on a mesh with the axes {axes[0]}, and argument '{other}' on "
+            f"one with {axes[1]}; a program runs over one mesh: give all of them shardings of the "
+            "same one"
+        )
 
 
 def _split(leaf: Any) -> tuple[tuple[str, ...], ...] | None:

@@ -1,5 +1,6 @@
 """`fit` over a mesh: every figure is of one device, as the partitioner splits the program."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -187,6 +188,20 @@ def test_arguments_that_are_static_are_not_taken_for_arrays() -> None:
     (region,) = build_problem(ask, False, "roofline").regions
     assert region.is_local
     assert region.param_bytes == problem("auto")[0].regions[0].param_bytes
+
+
+def test_arguments_on_two_meshes_are_refused() -> None:
+    params, x = arguments(mesh_of("auto"))
+    other = TARGET.mesh({"rows": 8})
+    elsewhere = spec(other, (ROWS, LENGTH, WIDTH), "rows")
+    step = gradient("auto", mesh_of("auto"), "full")
+    said = r"'params/down' lies on a mesh with the axes data=2, model=4, .* 'x' on one with rows=8"
+    for ask in (jaxmem.memory_report, functools.partial(jaxmem.fit, budget="1GiB")):
+        with pytest.raises(ValueError, match=said):
+            ask(step, params, elsewhere, target=TARGET)
+    wrong = jaxmem.target("h100-80g", devices=4)
+    with pytest.raises(ValueError, match=r"sharded over 8 device\(s\), and the target .* has 4"):
+        jaxmem.fit(step, params, x, budget="1GiB", target=wrong, progress=False)
 
 
 def test_where_jax_does_not_tell_it_is_said_and_values_count_as_split() -> None:
