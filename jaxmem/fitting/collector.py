@@ -131,9 +131,11 @@ class Collector(ByLayer):
         """
         for key, known in self._spread.items():
             before = self.regions.pop(key)
-            reads = [one for one in known.reads if parts is None or one.operands in parts.read]
-            if region := known.on_one_device(parts, reads[0]):
-                region.uses, region.is_local = before.uses, parts is not None
+            # A loop is traced several times, and what was read then is not in the step.
+            there = [one for one in known.reads if parts and one.operands in parts.read]
+            own = parts if there else None
+            if region := known.on_one_device(own, there[0] if there else _Reads(-1, {})):
+                region.uses, region.is_local = before.uses, own is not None
                 self.regions[key] = region
 
     def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:

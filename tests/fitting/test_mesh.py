@@ -190,6 +190,32 @@ def test_arguments_that_are_static_are_not_taken_for_arrays() -> None:
     assert region.param_bytes == problem("auto")[0].regions[0].param_bytes
 
 
+@pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_in_a_loop_that_jax_traces_again_and_again(unrolled: bool) -> None:
+    mesh = mesh_of("auto")
+    params, x = arguments(mesh)
+
+    @jaxmem.remat_auto
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        if unrolled:
+            for k in range(3):
+                x = auto(mesh, x, jax.tree.map(lambda leaf: leaf[k], params))  # noqa: B023
+            return x
+        return jax.lax.scan(lambda x, p: (auto(mesh, x, p), None), x, params)[0]
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        # What is carried depends on the parameters only from the second turn on.
+        turn = lambda carry, _: ((model(params, carry[1]), carry[0]), None)  # noqa: E731
+        (out, _), _ = jax.lax.scan(turn, (x, x), length=4)
+        return (out**2).mean()
+
+    ask = CompileRequest(jax.grad(loss), (params, x), {}, TARGET, (), (), None, 900.0, True)
+    found = build_problem(ask, False, "roofline")
+    assert any(region.is_local for region in found.regions)
+    assert all(region.is_local or not region.uses.times for region in found.regions)
+
+
 def test_arguments_on_two_meshes_are_refused() -> None:
     params, x = arguments(mesh_of("auto"))
     other = TARGET.mesh({"rows": 8})
