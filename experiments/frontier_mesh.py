@@ -195,7 +195,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             one.set_title(mesh.replace("x", " × "), loc="left", fontsize=10)
             one.set_xlabel("GiB required")
         axes[0].set_ylabel("matmul TFLOP")
-        axes[0].legend(frameon=False, fontsize=8.5, loc="upper right")
+        axes[0].legend(frameon=False, fontsize=8.5, loc="lower left")
 
 
 # ---------------------------------------------------------------- implementation
