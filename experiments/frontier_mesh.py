@@ -1,7 +1,7 @@
 """`jaxmem.fit` over meshes, and every policy by names: what Llama-3-8B's step takes of one device.
 
-    python experiments/frontier_mesh.py              # 2 h on two idle cores, all compilation
-    python experiments/frontier_mesh.py --meshes "h100-80g 2x4" --subsets some
+    python experiments/frontier_mesh.py                  # all 128 subsets: hours, not timed yet
+    python experiments/frontier_mesh.py --subsets some   # a few minutes a mesh, all compilation
     python experiments/frontier_mesh.py --small      # a quick trial with a small model
 
 The step of `mesh/llama.py` (AdamW, float32 parameters, bfloat16 compute, 8 sequences of 4096) is

@@ -72,10 +72,10 @@ def tape_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
 def value_bytes(layer: Layer, compiler: Compiler = ANY) -> tuple[int, ...]:
     """What a loop over layers would store of each of a layer's values, whatever else it keeps."""
     if not compiler.rounds_operands:
-        turned = _turned(layer, _both_ways(layer), compiler)
+        turned = _turned(layer, layer.both_ways.jaxpr, compiler)
         return tuple(nbytes(var.aval) * (2 if var in turned else 1) for var in layer.values)
     results = filter(_jax.is_var, layer.results)
-    rounded = read_rounded(_both_ways(layer), compiler).difference(results)
+    rounded = read_rounded(layer.both_ways.jaxpr, compiler).difference(results)
     return tuple(_stored(layer.values, rounded))
 
 
@@ -241,17 +241,8 @@ def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:
 def _in_memory(layer: Layer, compiler: Compiler) -> set[Any]:
     """What is in memory of a layer whose both ways stand in one program, for a while at least."""
     if compiler.fuses_operands:
-        return in_memory(_both_ways(layer), compiler)
+        return in_memory(layer.both_ways.jaxpr, compiler)
     return in_memory(layer.linearised.jaxpr)
-
-
-def _both_ways(layer: Layer) -> Any:
-    """A layer's forward and backward pass, with nothing kept or recomputed."""
-    forward = layer.linearised
-    everything = range(len(forward.jaxpr.eqns))
-    return _jax.followed_by(
-        forward, everything, layer.transposed, layer.residuals, forward.jaxpr.invars
-    ).jaxpr
 
 
 def _rounded_gradients(backward: Backward, compiler: Compiler) -> set[Any]:

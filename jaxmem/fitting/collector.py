@@ -12,7 +12,7 @@ import jax
 from jaxmem import _jax
 from jaxmem.errors import NoEffectWarning, warn
 from jaxmem.estimate.roofline import Roofline
-from jaxmem.fitting.regions import Region, stack_region, unrolled_region
+from jaxmem.fitting.regions import Region, called, stack_region, unrolled_region
 from jaxmem.fitting.turn import Turn, turn_of
 from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, twice_differentiated, uses
 from jaxmem.parallel.partition import Partition
@@ -109,9 +109,11 @@ class Collector(ByLayer):
             return  # forward mode keeps nothing, and has nothing to plan
         key = _key(stack, layer)
         if key not in self.regions:
-            self.regions[key] = stack_region(stack, layer, layer, self.roofline, self.offload)
             if self._is_spread():
                 self._spread[key] = _Spread(functools.partial(self._local_stack, stack, layer))
+                self.regions[key] = _unplanned(layer.digest, called(stack))
+            else:
+                self.regions[key] = stack_region(stack, layer, layer, self.roofline, self.offload)
         self._layers.setdefault(stack, set()).add(key)
 
     def as_it_stands(
@@ -166,9 +168,8 @@ class Collector(ByLayer):
         key = code.digest, len(code)
         if key not in self.regions:
             if self._is_spread():
-                # Planned once it is known how it is split.
                 self._spread[key] = _Spread(functools.partial(self._local_code, code, label))
-                region = Region(digest=code.digest, inputs=(), where=label, param_bytes=0)
+                region = _unplanned(code.digest, label)
             elif (region := self._code(code, label)) is None:
                 return None
             self.regions[key] = region
@@ -229,6 +230,11 @@ class Collector(ByLayer):
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _unplanned(digest: str, where: str) -> Region:
+    """A region that is planned once it is known how its arrays are split."""
+    return Region(digest=digest, inputs=(), where=where, param_bytes=0)
 
 
 def _key(stack: Any, layer: Layer) -> _Key:

@@ -266,7 +266,7 @@ def stack_region(
     return StackRegion(
         digest=layer.digest,
         inputs=input_types(layer),
-        where=str(stack.info) if stack.info else f"a stack of {length} layers",
+        where=called(stack),
         length=length,
         keeps=(None, *(keep for keep, _ in worth)),
         choices=(everything, *(choice for _, choice in worth)),
@@ -278,6 +278,11 @@ def stack_region(
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
         param_copies=param_copies(local, length, compiler),
     )
+
+
+def called(stack: Any) -> str:
+    """What a stack is called, and the line that made it."""
+    return str(stack.info) if stack.info else f"a stack of {stack.form.length} layers"
 
 
 def _choice(layer: Layer, seconds: float, compiler: Compiler) -> Choice:

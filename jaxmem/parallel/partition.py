@@ -47,7 +47,7 @@ class Partition:
         Args:
           operands, results: how those of the layer are split, None where it is open.
         """
-        reverse, both = layer.transposed, _both_ways(layer)
+        reverse, both = layer.transposed, layer.both_ways
         cotangents = [spec for spec, wrt in zip(results, layer.wrt.outs, strict=True) if wrt]
         gradients = [spec for spec, wrt in zip(operands, layer.wrt.ins, strict=True) if wrt]
         given = self._shardings([*operands, *cotangents], both.jaxpr.invars)
@@ -113,14 +113,6 @@ def _equations(jaxpr: Any) -> Any:
         yield eqn
         for sub in _jax.all_subjaxprs(eqn):
             yield from _equations(sub.jaxpr)
-
-
-def _both_ways(layer: Layer) -> ClosedJaxpr:
-    forward = layer.linearised
-    everything = range(len(forward.jaxpr.eqns))
-    return _jax.followed_by(
-        forward, everything, layer.transposed, layer.residuals, forward.jaxpr.invars
-    )
 
 
 def _localised(layer: Layer, local: Localiser) -> Layer:

@@ -186,6 +186,18 @@ class Layer:
         with _in_reverse_mode():
             return _jax.inlined(_jax.trace(run, [*residuals, *cotangents]))
 
+    @property
+    def both_ways(self) -> ClosedJaxpr:
+        """The forward and the backward pass, nothing kept or recomputed, for looking at.
+
+        From the inputs, and cotangents of the results, to cotangents of what is differentiated.
+        """
+        forward = self.linearised
+        everything = range(len(forward.jaxpr.eqns))
+        return _jax.followed_by(
+            forward, everything, self.transposed, self.residuals, forward.jaxpr.invars
+        )
+
     @functools.cached_property
     def has_reverse_mode(self) -> bool:
         """Whether jax can transpose it: it cannot where a `lax.while_loop` is differentiated."""
