@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.trace.layer import Body
+from jaxmem.trace.layer import Body, rounded_cast
 
 # Operations whose results are the numbers of a row in another shape.
 _RESHAPING = frozenset({"reshape", "squeeze", "transpose", "broadcast_in_dim"})
@@ -40,7 +38,7 @@ def _evaluated(closed: ClosedJaxpr, flat: Sequence[Any], rows: Sequence[Any]) ->
         if eqn.primitive.name in _RESHAPING:
             known.update(eqn.outvars)
         if eqn.primitive.name == "convert_element_type":
-            return _cast(eqn, operands[0])
+            return rounded_cast(eqn, operands[0])
         inner = _jax.in_checkpoint(eqn)
         if inner is None or not hasattr(eqn.params.get("jaxpr"), "eqns"):
             return None
@@ -51,13 +49,3 @@ def _evaluated(closed: ClosedJaxpr, flat: Sequence[Any], rows: Sequence[Any]) ->
         return _jax.bound_with(eqn, {"jaxpr": new.jaxpr}, *operands)
 
     return _jax.evaluate(closed, flat, special)
-
-
-def _cast(eqn: Any, row: Any) -> list[Any] | None:
-    dtype = eqn.params["new_dtype"]
-    if not all(jnp.issubdtype(kind, jnp.floating) for kind in (row.dtype, dtype)):
-        return None
-    info = jnp.finfo(dtype)
-    if info.bits >= jnp.finfo(row.dtype).bits:
-        return None
-    return _jax.bound(eqn, lax.reduce_precision(row, info.nexp, info.nmant))

@@ -348,14 +348,7 @@ class Layer:
         if not (self.row_by_row and eqn.primitive.name == "convert_element_type"):
             return None
         (var,), (row,) = eqn.invars, operands
-        dtype = eqn.params["new_dtype"]
-        narrower = all(jnp.issubdtype(d, jnp.floating) for d in (row.dtype, dtype)) and (
-            jnp.finfo(dtype).bits < jnp.finfo(row.dtype).bits
-        )
-        if not narrower or not _jax.is_var(var) or var not in self._rows:
-            return None
-        info = jnp.finfo(dtype)
-        return _jax.bound(eqn, jax.lax.reduce_precision(row, info.nexp, info.nmant))
+        return rounded_cast(eqn, row) if _jax.is_var(var) and var in self._rows else None
 
     def _suffices(self) -> bool:
         """Whether all that the backward reads follows from the tape, with no carry at hand."""
@@ -409,6 +402,20 @@ def _in_reverse_mode() -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         raise NoReverseMode(str(error)) from error
+
+
+def rounded_cast(eqn: Any, row: Any) -> list[Any] | None:
+    """The cast of a row to a narrower type, behind a rounding to it; None for any other cast.
+
+    Why: see `Layer.casting_rows`.
+    """
+    dtype = eqn.params["new_dtype"]
+    if not all(jnp.issubdtype(kind, jnp.floating) for kind in (row.dtype, dtype)):
+        return None
+    info = jnp.finfo(dtype)
+    if info.bits >= jnp.finfo(row.dtype).bits:
+        return None
+    return _jax.bound(eqn, jax.lax.reduce_precision(row, info.nexp, info.nmant))
 
 
 def nbytes(aval: Any) -> int:
