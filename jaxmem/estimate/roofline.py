@@ -19,6 +19,7 @@ from jaxmem.estimate.costs import costs
 from jaxmem.estimate.counting import flops, kind_of, walk
 from jaxmem.estimate.counting.ops import size_of
 from jaxmem.parallel.messages import Message, per_device
+from jaxmem.parallel.rings import ring_seconds
 
 Kind = Literal["kernel", "fused", "reduction", "view"]
 
@@ -43,9 +44,8 @@ class Roofline:
       host_bandwidth: between device and host, in bytes per second.
       flops_only: whether matrix products are what counts, and bytes a part of their time.
       compiler: what it makes of a program.
-      link_bandwidth: bytes per second that a device sends to the next one of a ring; None where
-        what devices send each other costs nothing.
-      link_latency: seconds of one step of a ring.
+      link: bytes per second that a device sends to the next one of a ring, and seconds of one step;
+        None where what devices send each other costs nothing.
     """
 
     matrix_peak: float
@@ -53,8 +53,7 @@ class Roofline:
     host_bandwidth: float = HOST_BANDWIDTH
     flops_only: bool = False
     compiler: Compiler = ANY
-    link_bandwidth: float | None = None
-    link_latency: float = 0.0
+    link: tuple[float, float] | None = None
 
     def operation(self, eqn: Any) -> float:
         """Seconds of one operation, and of what devices send each other for it."""
@@ -62,15 +61,14 @@ class Roofline:
 
     def message(self, message: Message) -> float:
         """Seconds of a collective, in a ring; compilers hide a part of it behind products."""
-        if self.link_bandwidth is None:
+        if self.link is None:
             return 0.0
-        steps = (message.devices - 1) * (2 if message.kind == "all-reduce" else 1)
-        seconds = message.wire_bytes / self.link_bandwidth + steps * self.link_latency
+        seconds = ring_seconds(message.kind, message.wire_bytes, message.devices, self.link)
         return seconds * (FUSED_SHARE if self.flops_only else 1)
 
     def _messages(self, eqn: Any) -> Sequence[Message]:
         own = per_device(eqn).messages
-        if own or self.link_bandwidth is None or not _jax.all_subjaxprs(eqn):
+        if own or self.link is None or not _jax.all_subjaxprs(eqn):
             return own
         return [
             message

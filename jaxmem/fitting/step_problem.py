@@ -172,12 +172,9 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     known = known or targets.target("h100-80g")
     compiler = compiler_of(known.platform)
     speeds = known.matrix_peak, known.bandwidth
-    options: dict[str, Any] = {"compiler": compiler}
-    if known.link is not None:
-        options["link_bandwidth"], options["link_latency"] = known.link
     if cost == "measured":
-        return Measured(*speeds, **options)
-    return Roofline(*speeds, flops_only=cost == "flops", **options)
+        return Measured(*speeds, compiler=compiler, link=known.link)
+    return Roofline(*speeds, flops_only=cost == "flops", compiler=compiler, link=known.link)
 
 
 def _several(candidate: Candidate, region: Region, devices: int) -> Candidate:

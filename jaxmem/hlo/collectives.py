@@ -24,6 +24,7 @@ from jaxmem.hlo.replica_groups import Mesh, axes_along, axes_of, pairs, replica_
 from jaxmem.hlo.roles import readers
 from jaxmem.hlo.text import Instruction, Module
 from jaxmem.hlo.values import Value
+from jaxmem.parallel.rings import ring_bytes
 
 Kind = Literal[
     "all-gather",
@@ -202,7 +203,7 @@ class _Reader:
                 yield Collective(
                     kind=kind,  # type: ignore[arg-type]
                     bytes=part.bytes,
-                    wire_bytes=_sent(kind, part.bytes, size),
+                    wire_bytes=ring_bytes(kind, part.bytes, size),
                     times=1,
                     group_size=size,
                     axes=axes,
@@ -257,13 +258,6 @@ class _Reader:
 
 
 _BY_COPY = ("all-gather", "all-reduce", "reduce-scatter")
-
-
-def _sent(kind: str, count: int, size: int) -> int:
-    """What one device of a group sends, by a ring."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        return count
-    return (2 if kind == "all-reduce" else 1) * count * (size - 1) // size
 
 
 def _is_layer(module: Module, reader: Instruction) -> bool:

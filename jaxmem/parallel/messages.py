@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxmem import _jax
+from jaxmem.parallel.rings import ring_bytes
 
 Kind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
 Spec = _jax.Spec
@@ -41,9 +42,8 @@ class Message:
 
     @property
     def wire_bytes(self) -> int:
-        """What one device sends, in rings (Thakur et al. 2005): all-reduces go round twice."""
-        each = self.bytes * (self.devices - 1) // self.devices
-        return 2 * each if self.kind == "all-reduce" else each
+        """What one device sends."""
+        return ring_bytes(self.kind, self.bytes, self.devices)
 
 
 @dataclasses.dataclass(frozen=True)

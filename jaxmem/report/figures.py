@@ -9,6 +9,7 @@ from jaxmem.estimate.costs import Costs, costs
 from jaxmem.hlo.analysis import Analysis
 from jaxmem.hlo.buffers import Buffer
 from jaxmem.hlo.collectives import Collective, merged
+from jaxmem.parallel.rings import ring_seconds
 from jaxmem.report.lints import lints
 from jaxmem.report.parts import parts
 from jaxmem.report.report import MemoryReport, Places
@@ -198,11 +199,11 @@ def _communicating(compiled: Compiled, collectives: Sequence[Collective]) -> flo
         return 0.0
     if compiled.link is None:
         return None
-    bandwidth, latency = compiled.link
-    sent = sum(one.total_bytes for one in collectives)
-    rounds = ((2 if one.kind == "all-reduce" else 1) * one.times for one in collectives)
-    steps = (n * (one.group_size - 1) for n, one in zip(rounds, collectives, strict=True))
-    return sent / bandwidth + sum(steps) * latency
+    link = compiled.link
+    return sum(
+        one.times * ring_seconds(one.kind, one.wire_bytes, one.group_size, link)
+        for one in collectives
+    )
 
 
 def _only_traced(compiled: Compiled, work: Costs) -> bool:
