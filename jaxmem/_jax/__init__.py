@@ -70,8 +70,8 @@ from jaxmem._jax.primitives import keys_p as keys_p
 from jaxmem._jax.primitives import stack_p as stack_p
 from jaxmem._jax.primitives import tangent_p as tangent_p
 from jaxmem._jax.propagation import Spec as Spec
+from jaxmem._jax.propagation import changed_inside as changed_inside
 from jaxmem._jax.propagation import devices_along as devices_along
-from jaxmem._jax.propagation import is_jaxpr as is_jaxpr
 from jaxmem._jax.propagation import is_looked_into as is_looked_into
 from jaxmem._jax.propagation import local_shape as local_shape
 from jaxmem._jax.propagation import mesh_of as mesh_of

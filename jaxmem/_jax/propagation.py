@@ -6,7 +6,7 @@ by an operation without results, which tells, when it is done, how its operand i
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,7 +150,29 @@ def is_looked_into(eqn: Eqn) -> bool:
     return eqn.primitive.name in _LOOKED_INTO
 
 
+def changed_inside(
+    eqn: Eqn, change: Callable[[Any], Any], leave: Collection[str] = ()
+) -> dict[str, Any]:
+    """Those parameters of an equation that are jaxprs, each changed.
+
+    Args:
+      change: from a jaxpr, closed or open, to another of its kind.
+      leave: names of parameters that are left out.
+    """
+    new = {}
+    for name, value in eqn.params.items():
+        several = _several_of(value)
+        if name not in leave and several and all(map(is_jaxpr, several)):
+            made = tuple(map(change, several))
+            new[name] = made if isinstance(value, tuple) else made[0]
+    return new
+
+
 # ---------------------------------------------------------------- implementation
+
+
+def _several_of(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, number: int) -> Any:
@@ -191,14 +213,10 @@ class _Reader:
     def _inside(self, eqn: Eqn) -> Eqn:
         if not is_looked_into(eqn):
             return eqn
-        new, effects = {}, set(eqn.effects)
-        for name, value in eqn.params.items():
-            several = value if isinstance(value, tuple) else (value,)
-            if name != "cond_jaxpr" and any(map(is_jaxpr, several)):
-                made = tuple(map(self._held, several))
-                effects.update(*(as_closed(one).effects for one in made))
-                new[name] = made if isinstance(value, tuple) else made[0]
-        return eqn.replace(params={**eqn.params, **new}, effects=frozenset(effects))
+        new = changed_inside(eqn, self._held, ("cond_jaxpr",))
+        inner = (one for value in new.values() for one in _several_of(value))
+        effects = frozenset(eqn.effects).union(*(as_closed(one).effects for one in inner))
+        return eqn.replace(params={**eqn.params, **new}, effects=effects)
 
     def _held(self, jaxpr: Any) -> Any:
         return self.marked(jaxpr) if hasattr(jaxpr, "consts") else self._jaxpr(jaxpr)

@@ -78,11 +78,7 @@ class Localiser:
         noted = of_operation(eqn, ins, outs, self._sizes)
         params = dict(eqn.params)
         if _jax.is_looked_into(eqn):
-            for name, value in eqn.params.items():
-                several = value if isinstance(value, tuple) else (value,)
-                if several and all(map(_jax.is_jaxpr, several)):
-                    local = tuple(map(self._held, several))
-                    params[name] = local if isinstance(value, tuple) else local[0]
+            params.update(_jax.changed_inside(eqn, self._held))
         elif noted.messages or noted.matmul_flops is not None:
             params[PER_DEVICE] = noted
         ins, outs = (list(map(self.var, atoms)) for atoms in (eqn.invars, eqn.outvars))
