@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from full_finetune import Sizes
 from tqdm import tqdm
 
 import jaxmem
@@ -60,12 +61,12 @@ class Options:
     """Only see that it runs: a small model over one mesh."""
 
     @property
-    def sizes(self) -> llama.Sizes:
+    def sizes(self) -> Sizes:
         """Of the model."""
         if not self.small:
-            return llama.Sizes()
-        return llama.Sizes(
-            layers=4, width=256, hidden=512, heads=8, groups=8, vocabulary=1024, sequence=256
+            return llama.SIZES
+        return dataclasses.replace(
+            llama.SIZES, layers=4, width=256, hidden=512, heads=8, vocabulary=1024, sequence=256
         )
 
     @property
@@ -209,7 +210,7 @@ def _rows(options: Options, table: Table[Row], mesh: str) -> Iterator[Row]:
     fsdp, tensor = map(int, axes.split("x"))
     target = jaxmem.target(name, devices=fsdp * tensor)
     devices = target.mesh({"fsdp": fsdp, "tensor": tensor})
-    sizes = " ".join(f"{k}={v}" for k, v in dataclasses.asdict(options.sizes).items())
+    sizes = str(options.sizes)
     compiling = {"timeout": options.timeout}
     made: dict[str, Any] = {"versions": versions(name), "mesh": mesh, "sizes": sizes}
 
@@ -255,7 +256,7 @@ def _plans(target: Any, job: jaxmem.Job, made: dict[str, Any], timeout: float) -
         try:
             yield _told(row, problem.report(ask, place))
         except jaxmem.CompileError as error:
-            yield dataclasses.replace(row, error=str(error).splitlines()[0][:200])
+            yield dataclasses.replace(row, error=_first(error))
 
 
 def _compiled(row: Row, target: Any, job: jaxmem.Job, **compiling: Any) -> Row:
@@ -264,7 +265,7 @@ def _compiled(row: Row, target: Any, job: jaxmem.Job, **compiling: Any) -> Row:
             job.step, *job.args, target=target, donate_argnums=job.donate_argnums, **compiling
         )
     except jaxmem.CompileError as error:
-        return dataclasses.replace(row, error=str(error).splitlines()[0][:200])
+        return dataclasses.replace(row, error=_first(error))
     return _told(row, report)
 
 
@@ -276,7 +277,7 @@ def _fitted(row: Row, target: Any, job: jaxmem.Job, cost: Any, **compiling: Any)
             donate_argnums=job.donate_argnums, **compiling,
         )  # fmt: skip
     except (jaxmem.BudgetError, jaxmem.CompileError) as error:
-        return dataclasses.replace(row, error=str(error).splitlines()[0][:200])
+        return dataclasses.replace(row, error=_first(error))
     row = _told(row, fitted.report)
     return dataclasses.replace(
         row, predicted_bytes=fitted.explain().predicted_bytes, compiles=fitted.compiles
@@ -291,6 +292,11 @@ def _told(row: Row, report: jaxmem.MemoryReport) -> Row:
         seconds=(report.estimated_seconds or 0.0) + (report.communication_seconds or 0.0),
         sent_bytes=report.collective_bytes,
     )
+
+
+def _first(error: Exception) -> str:
+    """Its first line."""
+    return str(error).splitlines()[0][:200]
 
 
 def _of(rows: Sequence[Row], rival: Row, kind: str) -> Row | None:

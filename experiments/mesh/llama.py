@@ -1,11 +1,11 @@
 """Llama-3-8B's sizes in plain JAX, split over a mesh of fully sharded and tensor axes."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from full_finetune import Sizes
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -14,27 +14,13 @@ import jaxmem
 # Values of a layer that policies by names may keep.
 NAMES = ("q", "k", "v", "attention", "out", "gate", "up")
 
-# ---------------------------------------------------------------- types
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of the model and its batch."""
-
-    layers: int = 32
-    width: int = 4096
-    hidden: int = 14336
-    heads: int = 32
-    groups: int = 8
-    vocabulary: int = 128_256
-    batch: int = 8
-    sequence: int = 4096
-
+# Of the model and its batch over all devices.
+SIZES = Sizes(batch=8, sequence=4096)
 
 # ---------------------------------------------------------------- API
 
 
-def train(mesh: Any, sizes: Sizes = Sizes(), policy: Any = "auto") -> jaxmem.Job:
+def train(mesh: Any, sizes: Sizes = SIZES, policy: Any = "auto") -> jaxmem.Job:
     """A train step with AdamW, parameters in float32 and all else in bfloat16.
 
     Args:
