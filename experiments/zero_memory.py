@@ -38,6 +38,7 @@ from tqdm import tqdm
 import jaxmem
 from common import picture, ways
 from common.compiling import compiling
+from common.steps import InParameters
 from common.table import Record, Table, markdown, versions
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row(Record):
+class Row(InParameters, Record):
     """A compiled step; sizes in bytes, of one device.
 
     Attributes:
@@ -128,15 +129,6 @@ class Row(Record):
     scattered: int | None = None
     reduced: int | None = None
     error: str = ""
-
-    def share(self, bytes: int | None) -> float | None:
-        """In P, the bytes of the parameters."""
-        return None if bytes is None else bytes / self.parameter_bytes
-
-    @property
-    def required(self) -> float | None:
-        """In P."""
-        return self.share(self.required_bytes)
 
     @property
     def sent(self) -> float | None:

@@ -14,8 +14,24 @@ KEY = ("target", "sizes", "optimizer", "way")
 # ---------------------------------------------------------------- types
 
 
+class InParameters:
+    """Sizes of a row in P, the bytes of the parameters."""
+
+    parameter_bytes: int
+    required_bytes: int | None
+
+    def share(self, bytes: int | None) -> float | None:
+        """In P, the bytes of the parameters."""
+        return None if bytes is None else bytes / self.parameter_bytes
+
+    @property
+    def required(self) -> float | None:
+        """In P."""
+        return self.share(self.required_bytes)
+
+
 @dataclasses.dataclass(frozen=True)
-class Row(Record):
+class Row(InParameters, Record):
     """A compiled step; sizes in bytes.
 
     Attributes:
@@ -46,15 +62,6 @@ class Row(Record):
     capacity_bytes: int | None = None
     seconds: float | None = None
     error: str = ""
-
-    def share(self, bytes: int | None) -> float | None:
-        """In P, the bytes of the parameters."""
-        return None if bytes is None else bytes / self.parameter_bytes
-
-    @property
-    def required(self) -> float | None:
-        """In P."""
-        return self.share(self.required_bytes)
 
     @property
     def fits(self) -> bool:
