@@ -31,6 +31,10 @@ class Compiler:
       turns_stacks: a stack of all layers' values is copied, whole, in front of a loop that reads it
         in another order of axes than it was written in, or gathers rows of it along another axis
         than the leading one; see `jaxmem.estimate.stacks`.
+      reduces_inside: rows are reduced in the kernel that computes from them and from what they are
+        reduced to (a softmax, a norm, and their derivatives), and does not write over them.
+      merges_readers: what is elementwise and reads the same array is computed in one kernel, which
+        does not write over that array.
     """
 
     writes_in_place: bool = True
@@ -46,11 +50,20 @@ class Compiler:
     swaps_operands: bool = False
     turns_operands: bool = False
     turns_stacks: bool = False
+    reduces_inside: bool = False
+    merges_readers: bool = False
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
 ANY = Compiler()
-GPU = Compiler(calls_libraries=True, swaps_operands=True, turns_operands=True, turns_stacks=True)
+GPU = Compiler(
+    calls_libraries=True,
+    swaps_operands=True,
+    turns_operands=True,
+    turns_stacks=True,
+    reduces_inside=True,
+    merges_readers=True,
+)
 TPU = Compiler(
     counts_operations=True,
     fuses_operands=True,

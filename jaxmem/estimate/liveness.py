@@ -286,6 +286,9 @@ class _Lives:
         self._made: dict[Any, int] = {}
         self._last: dict[Any, int] = {}
         self._readers: dict[Any, set[int]] = {}
+        # Which arrays' rows were reduced for a value, and which elementwise results it needs.
+        self._reduced: dict[Any, frozenset[Any]] = {}
+        self._since: dict[Any, frozenset[Any]] = {}
         # Operations that may write over what they read, with what each makes.
         self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
         # What is not written over: through a barrier compilers do not see that something is read
@@ -352,11 +355,19 @@ class _Lives:
         self._last.update(dict.fromkeys(behind & self._held, at))
         for var in made:
             self.make(var, at)
-        if made and (kind == "fused" or eqn.primitive.name.startswith("scatter")):
-            self._over.append((at, behind, made))
+        reduced = self._reduced_for(eqn, kind, behind)
+        self._reduced.update((var, reduced) for var in eqn.outvars)
+        fused = made and (kind == "fused" or eqn.primitive.name.startswith("scatter"))
+        if self._compiler.merges_readers:
+            atoms = list(filter(_jax.is_var, eqn.invars))
+            since = frozenset().union(*(self._since.get(atom, frozenset()) for atom in atoms))
+            self._since.update((var, since.union(made if fused else ())) for var in eqn.outvars)
+        if fused:
+            self._over.append((at, behind - reduced, made))
 
     def peak(self) -> tuple[int, frozenset[Any]]:
         """The most bytes live at once, and what of that is held from the start."""
+        shared = self._merge()
         changes = [0] * (self._length + 2)
         for var, at in self._made.items():
             changes[at] += self.bytes(var)
@@ -370,7 +381,7 @@ class _Lives:
             changes[at] += bytes
             changes[at + 1] -= bytes
         for at, behind, made in self._over:
-            over = (var for var in behind if var not in self._passed)
+            over = (var for var in behind if var not in self._passed and var not in shared)
             ends = [self.bytes(var) for var in over if self._last[var] == at]
             for var in made:
                 if var in self._rounded:
@@ -385,6 +396,39 @@ class _Lives:
             if live > peak:
                 peak, when = live, at
         return peak, frozenset(var for var in self._held if self._last[var] >= when)
+
+    def _reduced_for(self, eqn: Any, kind: str, behind: frozenset[Any]) -> frozenset[Any]:
+        """Of what is behind an operation, what one kernel reduces and computes it from."""
+        if not self._compiler.reduces_inside or kind == "kernel":
+            return frozenset()
+        atoms = filter(_jax.is_var, eqn.invars)
+        before = frozenset().union(*(self._reduced.get(atom, frozenset()) for atom in atoms))
+        if kind != "reduction" or not _reduces_rows(eqn):
+            return before
+        rows = [var for var in behind if var.aval.size == eqn.invars[0].aval.size]
+        return before.union(rows) if len(rows) == 1 else before
+
+    def _merge(self) -> set[Any]:
+        """Have operations done in one kernel with a later one; what these read is returned.
+
+        Both are elementwise, and read the same array; the later one does not need the other's
+        result, which is made with its own.
+        """
+        shared: set[Any] = set()
+        if not self._compiler.merges_readers:
+            return shared
+        for later, (at, behind, made) in enumerate(self._over):
+            for _, others, earlier in self._over[:later]:
+                sizes = {var.aval.size for var in (*earlier, *made)}
+                both = {var for var in behind & others if {var.aval.size} == sizes}
+                if both and not self._needs(made, earlier):
+                    shared |= both
+                    for var in earlier:
+                        self._last[var] = max(self._last[var], at)
+        return shared
+
+    def _needs(self, made: Sequence[Any], earlier: Sequence[Any]) -> bool:
+        return any(self._since.get(var, frozenset()).intersection(earlier) for var in made)
 
     def _round_at_once(self, var: Any, behind: frozenset[Any], at: int, changes: list[int]) -> None:
         """What is computed from the result of one product is computed, and rounded, there."""
@@ -489,6 +533,12 @@ def _cut_out(jaxpr: Any) -> set[Any]:
         elif _kind(eqn) == "reduction":
             found.update(_behind_views(atom, views)[-1] for atom in atoms)
     return found & parts
+
+
+def _reduces_rows(eqn: Any) -> bool:
+    """Whether along the last axis."""
+    axes = eqn.params.get("axes", ())
+    return bool(axes) and max(axes) == eqn.invars[0].aval.ndim - 1
 
 
 def _is_barrier(eqn: Any) -> bool:

@@ -75,6 +75,38 @@ def test_what_went_through_a_barrier_is_not_written_over():
     assert live(passed_once, X) == 2
 
 
+def on_gpu(fn, *specs):
+    return peak_live_bytes(jax.make_jaxpr(fn)(*specs), compiler=GPU) / SIZE
+
+
+def test_rows_that_are_reduced_in_the_same_kernel_are_not_written_over():
+    def normal(x):
+        y = x @ x
+        return jnp.exp(y - y.max(-1, keepdims=True))
+
+    assert live(normal, X) == 1 + 1 / 64
+    assert on_gpu(normal, X) == 2 + 1 / 64
+    # By what something else was reduced to, or along another axis, they are.
+    assert on_gpu(lambda x: jnp.exp((x @ x) - (x @ x.T).max(-1, keepdims=True)), X) == 2 + 1 / 64
+    assert on_gpu(lambda x: (y := x @ x) - y.sum(0), X) == 1 + 1 / 64
+
+
+def test_readers_of_one_array_are_one_kernel_unless_one_needs_the_other():
+    def both(x):
+        y = x @ x
+        first, last = jnp.sin(y), jnp.cos(y)
+        return first @ x[:, :1], last
+
+    assert live(both, X) == 2 + 1 / 64
+    assert on_gpu(both, X) == 3
+
+    def after(x):
+        y = x @ x
+        return y * (jnp.sin(y) @ x)
+
+    assert live(after, X) == on_gpu(after, X) == 3
+
+
 def test_what_is_held_is_there_until_it_is_read_and_can_be_written_over():
     assert live(lambda x, y: (x @ x) @ y, X, X, held=[1]) == 3
     assert live(lambda x, y: ((x * y) @ x) @ x, X, X, held=[1]) == 2

@@ -1,0 +1,77 @@
+"""Plans of attention on GPUs, whose scores are the largest arrays of a layer."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxmem
+from jaxmem.estimate import compiler
+from jaxmem.fitting.compile_request import CompileRequest
+from jaxmem.fitting.regions import StackRegion
+from jaxmem.fitting.step_problem import StepProblem, build_problem
+
+LAYERS, WIDTH, HEADS, GROUPS, LENGTH = 8, 256, 8, 2, 2048
+
+
+def step(params: Any, x: jax.Array) -> Any:
+    """Of a stack of layers with grouped queries; a step of gradient descent."""
+
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        heads = [x @ p[name] for name in ("q", "k", "v")]
+        q, k, v = (h.reshape(1, LENGTH, -1, WIDTH // HEADS) for h in heads)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+        x = x + attended.reshape(x.shape) @ p["out"]
+        return x + jax.nn.silu(x @ p["up"]) @ p["down"], None
+
+    @jaxmem.remat_auto
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.square(lax.scan(layer, x, params)[0].astype(jnp.float32)).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(model)(params, x))
+
+
+def request() -> CompileRequest:
+    shared = WIDTH * GROUPS // HEADS
+    shapes = {
+        "q": (WIDTH, WIDTH), "k": (WIDTH, shared), "v": (WIDTH, shared), "out": (WIDTH, WIDTH),
+        "up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH),
+    }  # fmt: skip
+    params = {
+        name: jax.ShapeDtypeStruct((LAYERS, *shape), "bfloat16") for name, shape in shapes.items()
+    }
+    x = jax.ShapeDtypeStruct((1, LENGTH, WIDTH), "bfloat16")
+    return CompileRequest(step, (params, x), {}, "h100-80g", 0, (), None, 900.0, True)
+
+
+def test_scores_are_written_over_only_where_gpus_do_that() -> None:
+    """Plans that keep what attention returns need room for the softmax and its gradient at once."""
+    ask = request()
+    problem = build_problem(ask, False, "roofline")
+    kept = [k for k in range(len(problem.front)) if _keeps_attention(problem, k)]
+    for k in kept[-1], kept[-3]:
+        required = problem.report(ask, k).required_bytes
+        assert problem.predicted[k] == pytest.approx(required, rel=0.03)
+    without = dataclasses.replace(compiler.GPU, merges_readers=False)
+    with mock.patch.object(compiler, "GPU", without):
+        other = build_problem(ask, False, "roofline")
+    (region,) = other.regions
+    assert isinstance(region, StackRegion)
+    lean = [choice for choice in region.choices if choice.bytes < 8 * 2**20]
+    assert max(choice.work_bytes for choice in lean) < 350 * 2**20
+
+
+def _keeps_attention(problem: StepProblem, place: int) -> bool:
+    """Of every layer in a loop, and none of its scores."""
+    (planned,) = problem.planned(place)
+    candidate, region = planned.candidate, problem.regions[0]
+    assert isinstance(region, StackRegion)
+    loops = [choice for count, choice in candidate.runs if count > 1]
+    return bool(loops) and any(
+        region.choices[choice].bytes < 8 * 2**20 and region.choices[choice].work_bytes > 350 * 2**20
+        for choice in loops
+    )
