@@ -13,10 +13,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.liveness import peak_live_bytes
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.passing import passing_bytes
 from jaxmem.fitting.uses import Way, scopes_in, way_of
+from jaxmem.parallel.messages import per_device
 from jaxmem.trace.layer import nbytes
 
 
@@ -28,11 +30,14 @@ class Turn:
       bytes: at the peak, of what is computed.
       given_bytes: what it reads of what was computed before, the results of regions.
       passing: bytes that pass it by, see `jaxmem.fitting.passing`.
+      waiting_bytes: of its results that are sums over devices, as each device has them: they wait
+        so for the end of the backward pass, when they are reduced.
     """
 
     bytes: int = 0
     given_bytes: int = 0
     passing: Mapping[Hashable, int] = dataclasses.field(default_factory=dict)
+    waiting_bytes: int = 0
 
 
 def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roofline) -> Turn:
@@ -83,10 +88,28 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
         held=held,
         compiler=roofline.compiler,
     )
-    return Turn(peak, sum(nbytes(var.aval) for var in held), passing)
+    given_bytes = sum(nbytes(var.aval) for var in held)
+    return Turn(peak, given_bytes, passing, _waiting(between, results))
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _waiting(eqns: Sequence[Any], results: set[Any]) -> int:
+    """Bytes of sums over devices that are results, or are but for their type and order of axes."""
+    sums: dict[Any, int] = {}
+    for eqn in eqns:
+        atoms = list(filter(_jax.is_var, eqn.invars))
+        reduced = [
+            message.bytes
+            for message in per_device(eqn).messages
+            if message.kind in ("reduce-scatter", "all-reduce")
+        ]
+        if reduced:
+            sums.update((var, sum(reduced)) for var in eqn.outvars)
+        elif len(atoms) == 1 and atoms[0] in sums and kind_of(eqn) in ("fused", "view"):
+            sums.update((var, sums[atoms[0]]) for var in eqn.outvars)
+    return sum(size for var, size in sums.items() if var in results)
 
 
 def _simplified(eqns: Sequence[Any]) -> list[Any]:

@@ -77,6 +77,7 @@ def candidates(
     loose_bytes: int | None = None,
     later_bytes: int = 0,
     others: int = 0,
+    turn_bytes: int = 0,
 ) -> tuple[Candidate, ...]:
     """The plans that no other one beats in both bytes and seconds, fastest (and largest) first.
 
@@ -91,6 +92,8 @@ def candidates(
         the backward pass comes to the first loop: stacked gradients.
       others: how many more such stacks there are: what these keep counts too where two plans are
         compared, but is no part of `Candidate.bytes`.
+      turn_bytes: live next to what the stack keeps before its backward pass begins: the loss's.
+        Plans are compared by it too, and it is no part of `Candidate.bytes` either.
 
     >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
     >>> [(c.bytes, c.seconds) for c in found][:3]
@@ -104,17 +107,20 @@ def candidates(
         raise ValueError("a layer needs at least one choice: everything kept")
     loose = choices[0].bytes if loose_bytes is None else loose_bytes
     found = [
-        *_kept(length, choices, loose, later_bytes, others),
+        *_kept(length, choices, loose, later_bytes, others, turn_bytes),
         *_cut(length, carry_bytes, forward_seconds, choices, loose),
     ]
-    return pareto(found, others)
+    return pareto(found, others, turn_bytes - later_bytes)
 
 
-def pareto(found: Iterable[Candidate], others: int = 0) -> tuple[Candidate, ...]:
+def pareto(
+    found: Iterable[Candidate], others: int = 0, turn_bytes: int = 0
+) -> tuple[Candidate, ...]:
     """Those that no other one beats in both bytes and seconds, fastest first."""
 
     def cost(one: Candidate) -> tuple[float, int]:
-        return one.seconds, one.bytes + others * one.kept_bytes
+        own = max(one.bytes, one.kept_bytes + turn_bytes)
+        return one.seconds, own + others * one.kept_bytes
 
     return tuple(pareto_optimal(found, cost, rank=lambda one: len(one.runs)))
 
@@ -126,7 +132,7 @@ _PLACES = 48
 
 
 def _kept(
-    length: int, choices: Sequence[Choice], loose: int, later: int, more: int
+    length: int, choices: Sequence[Choice], loose: int, later: int, more: int, turn: int
 ) -> Iterator[Candidate]:
     kept = np.array([c.bytes for c in choices], float)
     seconds = np.array([c.seconds for c in choices])
@@ -166,7 +172,7 @@ def _kept(
         total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
         whole = stored + tail * loose
         # Of all that need no less, only the fastest is of use.
-        order = np.lexsort((total, peak + more * whole))
+        order = np.lexsort((total, np.maximum(peak, whole + turn - later) + more * whole))
         fastest = np.minimum.accumulate(total[order])
         better = np.concatenate([[True], total[order][1:] < fastest[:-1]])
         for at in order[better]:

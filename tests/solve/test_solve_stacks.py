@@ -155,6 +155,19 @@ def test_gradients_that_come_with_the_loops_are_not_there_before() -> None:
     assert [bytes_of(later) for later in (0, 50, 90)] == [130, 80, 50]
 
 
+def test_what_the_loss_needs_counts_against_what_is_kept() -> None:
+    choices = [Choice(100, 0.0), Choice(1, 1.0, work_bytes=100)]
+
+    def least(turn: int) -> Candidate:
+        found = candidates(8, 10**6, 1e6, choices, turn_bytes=turn)
+        return min(found, key=lambda one: max(one.bytes, one.kept_bytes + turn))
+
+    # All that the last layer keeps is there anyway while it is reversed, but not before that.
+    assert least(0).kept_bytes == 107
+    assert least(100).runs == ((8, 1),)
+    assert least(100).kept_bytes == 8
+
+
 # ---------------------------------------------------------------- several stacks
 
 SMALL = st.lists(
