@@ -1,5 +1,6 @@
 """Looks at a step while it is traced: its decorated regions, and what each could keep."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,10 +16,11 @@ from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.regions import Region, called, stack_region, unrolled_region
 from jaxmem.fitting.turn import Turn, turn_of
 from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, twice_differentiated, uses
+from jaxmem.parallel.carries import SplitCarries
 from jaxmem.parallel.partition import Partition
 from jaxmem.policies import ByLayer
 from jaxmem.trace import context
-from jaxmem.trace.layer import Layer, NoReverseMode
+from jaxmem.trace.layer import Layer, NoReverseMode, nbytes
 from jaxmem.unrolled import Code
 
 # ---------------------------------------------------------------- types
@@ -64,12 +66,17 @@ class Collector(ByLayer):
     roofline: Roofline
     offload: bool
     devices: int = 1
+    partition: str = ""
     regions: dict[_Key, Region] = dataclasses.field(default_factory=dict, init=False)
     # What is in each scope, and the layers of each stack, by what of it is differentiated.
     _regions: dict[str, _Key] = dataclasses.field(default_factory=dict, init=False)
     _layers: dict[Any, set[_Key]] = dataclasses.field(default_factory=dict, init=False)
     _spread: dict[_Key, "_Spread"] = dataclasses.field(default_factory=dict, init=False)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
+    # Of each mesh axis, the bytes of carries that it could split and does not.
+    _whole: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter, init=False
+    )
 
     def count(self, closed: Any) -> None:
         """Tell each region where the step runs it, and how often.
@@ -102,6 +109,10 @@ class Collector(ByLayer):
     def turn(self, closed: Any) -> Turn:
         """Where the step turns from the forward to the backward pass of its regions."""
         return turn_of(closed, self._regions, self.roofline)
+
+    def splitting(self, least: int) -> list[str]:
+        """Mesh axes that would spare each device so many bytes, were all carries kept split."""
+        return [axis for axis, size in self._whole.items() if size >= least]
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""
@@ -212,6 +223,15 @@ class Collector(ByLayer):
         rows = [None if spec is None else spec[1:] for spec in xs]
         results = [*carry, *[None] * layer.body.num_y]
         local = parts.layer(layer, [*consts, *carry, *rows], results)
+        body = local.body
+        for axis, size in parts.mesh.shape.items():
+            if size > 1 and SplitCarries.can_split(layer.body, axis):
+                avals = body.split_in(body.jaxpr.in_avals)[1]
+                self._whole[axis] += stack.form.length * sum(
+                    nbytes(aval)
+                    for aval, spec in zip(avals, carry, strict=True)
+                    if not any(axis in axes for axes in spec or ())
+                )
         return stack_region(stack, layer, local, self.roofline, self.offload)
 
     def _local_code(

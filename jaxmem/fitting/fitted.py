@@ -35,6 +35,7 @@ class Explanation:
       extra_seconds: what is recomputed or moved costs so much, by the roofline.
       gap: by how much, relative to `extra_seconds`, a layer's choice could still be better.
       closed: whether the next faster plan was compiled and seen not to fit.
+      partition: the mesh axis over which the plan stores carries split, "" for none.
     """
 
     rows: tuple[ValueDecision, ...]
@@ -44,9 +45,15 @@ class Explanation:
     gap: float
     closed: bool
     heads: tuple[tuple[str, str, int], ...]  # with how many of the rows are of each
+    partition: str = ""
 
     def __str__(self) -> str:
         parts = []
+        if self.partition:
+            parts.append(
+                f"carries are stored split over the mesh axis {self.partition!r}, and gathered by "
+                "what reads them"
+            )
         rows = iter(self.rows)
         for stack, head, count in self.heads:
             parts.append(f"{stack}\n{head}")
@@ -130,6 +137,7 @@ class Fitted:
             extra_seconds=sum(p.region.uses.times * p.candidate.seconds for p in planned),
             gap=gap,
             closed=self._closed,
+            partition=self.plan.partition,
         )
 
     def __repr__(self) -> str:

@@ -45,6 +45,7 @@ class Region:
       digest, inputs, where: see `RegionPlan`.
       param_bytes: of gradients that have to be there all at once, stacked.
       param_copies: bytes of copies of parameters that a compiler makes for its loops.
+      plain_seconds: of a forward and a backward pass of one such stack, nothing recomputed.
       uses: the regions of the step that this is.
       shards: on how many devices it runs side by side, each with arrays of its own.
       is_local: whether all bytes and seconds are of one device of a mesh; else they are of those
@@ -56,6 +57,7 @@ class Region:
     where: str
     param_bytes: int
     param_copies: int = 0
+    plain_seconds: float = 0.0
     uses: Uses = ONCE
     shards: int = dataclasses.field(default_factory=_jax.shards)
     is_local: bool = False
@@ -68,13 +70,16 @@ class Region:
         """So many bytes of this region as those of one of so many devices."""
         return size if self.is_local else size * self.shards // devices
 
-    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
+    def candidates(
+        self, several: bool, later_bytes: int, turn_bytes: int = 0
+    ) -> tuple[Candidate, ...]:
         """The plans that are worth a look, fastest first.
 
         Args:
           several: whether the step has other regions, or this one several times.
           later_bytes: of gradients that are counted elsewhere, as there all the time, and are made
             when the backward pass comes to the first loop.
+          turn_bytes: live next to what is kept, where the backward pass begins.
         """
         raise NotImplementedError
 
@@ -117,13 +122,20 @@ class StackRegion(Region):
     values: tuple[LayerValue, ...]
     graph: Graph
 
-    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
+    def candidates(
+        self, several: bool, later_bytes: int, turn_bytes: int = 0
+    ) -> tuple[Candidate, ...]:
         # In a scan a single layer is in a loop, too.
         loose = None if self.uses.iterations else self.loose_bytes
         sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
         # Where there are others, what it keeps counts more than what it needs while it is reversed.
         ways = {0, max(self.uses.others, 1)} if several else {0}
-        found = {one for others in ways for one in candidates(*sizes, later_bytes, others)}
+        found = {
+            one
+            for others in ways
+            for turn in {0, turn_bytes}
+            for one in candidates(*sizes, later_bytes, others, turn)
+        }
         return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
 
     def plan(self, candidate: Candidate) -> RegionPlan:
@@ -180,7 +192,9 @@ class UnrolledRegion(Region):
     chain: Chain
     values: dict[str, tuple[LayerValue, ...]]
 
-    def candidates(self, several: bool, later_bytes: int) -> tuple[Candidate, ...]:
+    def candidates(
+        self, several: bool, later_bytes: int, turn_bytes: int = 0
+    ) -> tuple[Candidate, ...]:
         return tuple(
             UnrolledCandidate(plan.bytes, plan.seconds, kept_bytes=plan.kept_bytes, plan=plan)
             for plan in self.chain.plans(several, self.uses.stacked)
@@ -262,6 +276,8 @@ def stack_region(
         for keep in options
     ]
     worth = [one for one in others if one[1].bytes < everything.bytes or one[0].offloaded]
+    forward_seconds = sum(operation.seconds for operation in graph.operations)
+    backward_seconds = sum(map(roofline.operation, local.transposed.jaxpr.eqns))
     _, _, x = local.body.split_in([var.aval for var in local.linearised.jaxpr.invars])
     return StackRegion(
         digest=layer.digest,
@@ -271,7 +287,8 @@ def stack_region(
         keeps=(None, *(keep for keep, _ in worth)),
         choices=(everything, *(choice for _, choice in worth)),
         carry_bytes=local.problem(length).carry_bytes,
-        forward_seconds=sum(operation.seconds for operation in graph.operations),
+        forward_seconds=forward_seconds,
+        plain_seconds=length * (forward_seconds + backward_seconds),
         loose_bytes=loose_bytes(local, graph, compiler),
         values=described(local, roofline),
         graph=graph,

@@ -50,6 +50,8 @@ class StepPlan(Saved):
       regions: in the order in which the step differentiates them.
       target: the accelerator that it was made for.
       versions: of what traced it: the same code can be traced to another layer by another jax.
+      partition: the mesh axis over which carries are stored split, of the stacks whose decorators
+        name none; "" for none.
 
     >>> import jaxmem
     >>> jaxmem.StepPlan.from_json(jaxmem.StepPlan().to_json()) == jaxmem.StepPlan()
@@ -59,6 +61,7 @@ class StepPlan(Saved):
     regions: tuple[RegionPlan, ...] = ()
     target: str = ""
     versions: tuple[tuple[str, str], ...] = ()
+    partition: str = ""
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -105,7 +108,10 @@ class StepPlan(Saved):
     def __str__(self) -> str:
         if not self.regions:
             return "Plan of a step: nothing in it is planned"
-        return "\n".join(f"{region.where}\n{region.plan}" for region in self.regions)
+        lines = [f"{region.where}\n{region.plan}" for region in self.regions]
+        if self.partition:
+            lines.insert(0, f"Carries are stored split over the mesh axis {self.partition!r}")
+        return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -158,6 +164,10 @@ class Filled(ByLayer):
 
     plan: StepPlan
 
+    @property
+    def partition(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.plan.partition
+
     def plan_for(self, stack: Any, layer: Any) -> Plan:
         """The plan of this stack.
 
@@ -172,6 +182,12 @@ class Filled(ByLayer):
         if not layer.has_reverse_mode:
             return Plan.none(length)  # as there is none for it
         what = stack.called
+        if self.partition and not stack.is_partitioned:
+            raise ValueError(
+                f"the plan stores carries split over the mesh axis {self.partition!r}, which those "
+                f"of {what} cannot be here: the mesh lacks that axis, or its devices divide none "
+                "of them; run the step on a mesh like that of the fit, or fit it anew"
+            )
         raise ValueError(_difference(self.plan, what, length, input_types(layer)))
 
     def run_unrolled(self, closed: Any, args: Sequence[Any], label: str) -> list[Any]:

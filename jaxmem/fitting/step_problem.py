@@ -22,6 +22,8 @@ from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.parallel import partition as parallel
 from jaxmem.report.advice import where_to_decorate
 from jaxmem.report.report import MemoryReport
+from jaxmem.solve.pareto import cost as cost_of
+from jaxmem.solve.pareto import pareto_optimal
 from jaxmem.solve.search import expected
 from jaxmem.solve.stacks import Candidate
 from jaxmem.solve.steps import StepCandidate, pareto_front, thinned_front
@@ -45,6 +47,9 @@ class StepProblem:
       whole: all that `front` was taken from, some of which are nearly alike.
       others: about what all else in the step needs.
       devices: over how many devices its arrays are spread.
+      partition: the mesh axis over which carries are stored split, "" for none.
+      variants: the same step with carries split over other axes, by `StepCandidate.variant`, this
+        one first; none if there is no other.
     """
 
     program: Program
@@ -55,6 +60,8 @@ class StepProblem:
     others: int
     devices: int
     target: str
+    partition: str = ""
+    variants: "tuple[StepProblem, ...]" = ()
 
     @property
     def predicted(self) -> list[int]:
@@ -73,14 +80,17 @@ class StepProblem:
             planned.region.plan(planned.candidate) for planned in self.planned(candidate)
         )
         versions = (("jaxmem", __version__), ("jax", jax.__version__))
-        return StepPlan(regions, self.target, versions)
+        return StepPlan(regions, self.target, versions, self._variant(candidate).partition)
 
     def planned(self, candidate: int) -> tuple[Planned, ...]:
-        picks = self.front[candidate].picks
+        own, picks = self._variant(candidate), self.front[candidate].picks
         return tuple(
-            Planned(region, own[pick])
-            for region, own, pick in zip(self.regions, self.candidates, picks, strict=True)
+            Planned(region, candidates[pick])
+            for region, candidates, pick in zip(own.regions, own.candidates, picks, strict=True)
         )
+
+    def _variant(self, candidate: int) -> "StepProblem":
+        return self.variants[self.front[candidate].variant] if self.variants else self
 
     def report(self, ask: CompileRequest, candidate: int) -> MemoryReport:
         return self.begin(ask, candidate).result()
@@ -99,7 +109,11 @@ class StepProblem:
 
 
 def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepProblem:
-    """Trace a step and solve for the Pareto front of its plans."""
+    """Trace a step and solve for the Pareto front of its plans.
+
+    On a mesh, where an axis could split what stacks carry from layer to layer and does not, for
+    plans as well that store it split.
+    """
     if cost not in get_args(Cost):
         raise ValueError(f"cost must be one of {', '.join(get_args(Cost))}, got {cost!r}")
     if cost == "measured" and ask.accelerator is not None:
@@ -115,10 +129,50 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
             OffloadWarning,
         )
         allow_offload = False
+    problem, axes = _built(ask, allow_offload, cost)
+    if not axes:
+        return problem
+    return _merged([problem, *(_built(ask, allow_offload, cost, axis)[0] for axis in axes)])
+
+
+# ---------------------------------------------------------------- implementation
+
+# Carries are looked at split where that spares this part of what the least plan needs.
+_WORTH_SPLITTING = 0.02
+# In parts of a forward and a backward pass.
+_LATER = 1e-6
+
+
+def _merged(variants: Sequence[StepProblem]) -> StepProblem:
+    """One problem of several ways to run the same step."""
+    first = variants[0]
+    plain = [
+        sum(region.uses.times * region.plain_seconds for region in own.regions) for own in variants
+    ]
+    several = [
+        dataclasses.replace(
+            one,
+            bytes=one.bytes + own.others - first.others,
+            # Of ways that take the same the first one comes first.
+            seconds=one.seconds + max(plain[number] - plain[0], 0.0) + number * _LATER * plain[0],
+            variant=number,
+        )
+        for number, own in enumerate(variants)
+        for one in own.whole
+    ]
+    whole = tuple(pareto_optimal(several, cost_of, rank=lambda one: one.variant))
+    front = thinned_front(whole, first.others)
+    return dataclasses.replace(first, front=front, whole=whole, variants=tuple(variants))
+
+
+def _built(
+    ask: CompileRequest, allow_offload: bool, cost: Cost, partition: str = ""
+) -> tuple[StepProblem, list[str]]:
+    """A step's problem, and the mesh axes over which its carries would better be split."""
     leaves = jax.tree.leaves((ask.args, ask.kwargs))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     devices = parallel.devices(shardings)
-    collector = Collector(roofline_of(ask.accelerator, cost), allow_offload, devices)
+    collector = Collector(roofline_of(ask.accelerator, cost), allow_offload, devices, partition)
     with context.instead(collector):
         program = ask.program()
     collector.count(program.jaxpr)
@@ -141,8 +195,14 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     )
     fixed, gradients = _others(program, step, stacked)
     several = sum(region.uses.times for region in regions) > 1
+    turn = collector.turn(step)
     candidates = tuple(
-        region.candidates(several, min(gradients, region.param_bytes)) for region in regions
+        region.candidates(
+            several,
+            min(gradients, region.param_bytes),
+            turn.bytes * devices // region.of_one_device(devices, devices),
+        )
+        for region in regions
     )
     options = [
         [_several(candidate, region, devices) for candidate in own]
@@ -151,19 +211,22 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     # Of regions that compute the same the copies are made one after the other.
     copies = sum(region.of_one_device(region.param_copies, devices) for region in regions)
     others = fixed + gradients + copies
-    turn = collector.turn(step)
     counted_in: dict[Hashable, int] = {
         key: region.counted_bytes(several) for key, region in collector.regions.items()
     }
     others += sum(max(size - counted_in.get(key, 0), 0) for key, size in turn.passing.items())
+    others += turn.waiting_bytes
     counted = several and isinstance(regions[-1], UnrolledRegion)  # what the last one gives
-    whole = pareto_front(options, turn_bytes=turn.bytes - counted * turn.given_bytes)
+    # Stacks of gradients are made when the backward pass comes to their loops.
+    ahead = turn.bytes - counted * turn.given_bytes - gradients - turn.waiting_bytes
+    whole = pareto_front(options, turn_bytes=ahead)
     front = thinned_front(whole, others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
-    return StepProblem(program, regions, candidates, front, whole, others, devices, name)
-
-
-# ---------------------------------------------------------------- implementation
+    problem = StepProblem(
+        program, regions, candidates, front, whole, others, devices, name, partition
+    )
+    least = round(_WORTH_SPLITTING * min(problem.predicted))
+    return problem, [] if partition else collector.splitting(least)
 
 
 def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:

@@ -69,6 +69,14 @@ class SplitCarries:
         traced = _jax.trace(run, [*consts, *types, *xs])
         return dataclasses.replace(split, body=Body(traced, body.num_consts, body.num_carry))
 
+    @staticmethod
+    def can_split(body: Body, axis: str) -> bool:
+        """Whether a mesh axis splits any of the carries of a stack with this layer."""
+        try:
+            return bool(_places(body.split_in(body.jaxpr.in_avals)[1], (axis,), "a stack"))
+        except ValueError:
+            return False
+
     def placed(self, carry: Sequence[Any]) -> list[Any]:
         """Carries, split."""
         return [

@@ -24,7 +24,14 @@ class Policy:
 
 
 class ByLayer(Policy):
-    """Base of the policies that look at a stack's very layer to say what its plan is."""
+    """Base of the policies that look at a stack's very layer to say what its plan is.
+
+    Attributes:
+      partition: a mesh axis over which the carries of stacks that name none are split, where they
+        can be; "" for none.
+    """
+
+    partition: str = ""
 
     def plan_for(self, stack: Any, layer: Any) -> Any:
         """The `Plan` of a stack, None for everything kept.

@@ -183,6 +183,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     """
     own = choice.policy
     choice = dataclasses.replace(choice, policy=context.policy_instead(own))
+    proposed = choice.policy.partition if isinstance(choice.policy, ByLayer) else ""
     context.note_region(choice.policy)
     if isinstance(choice.policy, Auto):
         _warn_unfilled(label)
@@ -230,7 +231,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
     for info, eqn in () if keeps_all else chosen:
         check.stack(info, eqn, choice.policy)
     check.twice(chosen)
-    return _replaced(closed, args, chosen, choice.policy, found, choice.partition)
+    return _replaced(closed, args, chosen, choice.policy, found, choice.partition, proposed)
 
 
 def _replaced(
@@ -240,8 +241,14 @@ def _replaced(
     policy: Policy | Plan,
     found: find.Found,
     partition: Axes | None = None,
+    proposed: str = "",
 ) -> list[Any]:
-    """Evaluate a jaxpr, these of its stacks under a policy."""
+    """Evaluate a jaxpr, these of its stacks under a policy.
+
+    Args:
+      partition: mesh axes over which their carries are split.
+      proposed: where there are none, an axis for those that it can split.
+    """
     targets = {id(eqn): info for info, eqn in chosen}
     given = args
     if any(map(_jax.is_on_host, args)):
@@ -256,6 +263,8 @@ def _replaced(
             stack = as_stack(eqn, policy, targets[id(eqn)])
             if partition is not None:
                 return _run_partitioned(stack, partition, operands)
+            if proposed and SplitCarries.can_split(stack.form.body, proposed):
+                return _run_partitioned(stack, proposed, operands)
             return _run(stack, operands)
         if _jax.is_stack(eqn) or not any(map(_jax.is_on_host, operands)):
             return None

@@ -29,12 +29,14 @@ class StepCandidate:
       seconds: more than a forward and a backward pass.
       picks: which candidate of each stack.
       kept_bytes: live when the forward pass is done.
+      variant: which of several ways to run the stacks these are plans for.
     """
 
     bytes: int
     seconds: float
     picks: tuple[int, ...]
     kept_bytes: int = 0
+    variant: int = 0
 
 
 # ---------------------------------------------------------------- API

@@ -93,6 +93,34 @@ def test_fit_plans_with_split_carries() -> None:
     assert fitted.report.required_bytes <= budget < report("full").required_bytes
 
 
+def test_fit_splits_carries_by_itself_where_that_spares_memory() -> None:
+    mesh = jaxmem.target(TARGET, devices=DEVICES).mesh({"tensor": DEVICES})
+    least = report("full", partition="tensor").required_bytes
+    budget = least + LAYERS * CARRY // 4
+    step, args = gradient("auto"), arguments(mesh)
+    fitted = jaxmem.fit(
+        step, *args, budget=budget, target=TARGET, compiler_options=quick(TARGET), progress=False
+    )
+    assert fitted.report.required_bytes <= budget
+    assert fitted.plan.partition == fitted.explain().partition == "tensor"
+    assert "stored split over the mesh axis 'tensor'" in str(fitted.explain())
+    assert jaxmem.StepPlan.from_json(fitted.plan.to_json()) == fitted.plan
+    with jaxmem.use_plan(fitted.plan):
+        again = jaxmem.memory_report(
+            step, *args, target=TARGET, suggest=False, compiler_options=quick(TARGET)
+        )
+    assert again.required_bytes == fitted.report.required_bytes
+    whole = jaxmem.fit(
+        step, *args, budget="1GiB", target=TARGET, compiler_options=quick(TARGET), progress=False
+    )
+    assert not whole.plan.partition  # all of it fits, and a message would be sent for nothing
+    with (
+        jaxmem.use_plan(fitted.plan),
+        pytest.raises(ValueError, match="split over the mesh axis 'tensor', which those of"),
+    ):
+        jax.eval_shape(step, *(jax.tree.map(lambda one: jnp.zeros(one.shape), args)))
+
+
 SAME = """
 import jax, jax.numpy as jnp, numpy as np, jaxmem, sys
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
