@@ -162,14 +162,14 @@ def read_turned(jaxpr: Any) -> set[Any]:
     views = _views_in(jaxpr)
     for eqn in jaxpr.eqns:
         if _kind(eqn) == "kernel":
-            for atom, in_order in zip(eqn.invars, _in_order(eqn), strict=True):
+            for atom, in_order in zip(eqn.invars, in_order(eqn), strict=True):
                 if _jax.is_var(atom):
                     (straight if in_order else turned).update(_behind_views(atom, views))
             straight.update(eqn.outvars)
     return turned - straight
 
 
-def _in_order(eqn: Any) -> list[bool]:
+def in_order(eqn: Any) -> list[bool]:
     """For each operand of a kernel, whether it is read as it lies."""
     if eqn.primitive.name != "dot_general":
         return [True] * len(eqn.invars)

@@ -21,7 +21,7 @@ from jaxmem.estimate.liveness import (
     read_rounded,
     rounded_where_made,
 )
-from jaxmem.estimate.stacks import gathered_across, read_transposed
+from jaxmem.estimate.stacks import copied_in_front, gathered_across, read_transposed
 from jaxmem.estimate.values import unnamed_places
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.problem import Graph, Operation
@@ -67,6 +67,19 @@ def tape_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
     turned = _turned(layer, backward.closed.jaxpr, compiler).intersection(here)
     stored = sum(_stored(here, read_rounded(backward.closed.jaxpr, compiler)))
     return stored + sum(nbytes(var.aval) for var in turned)
+
+
+def stack_copy_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
+    """Of what a loop over layers keeps of each, how much is copied at once in front of it.
+
+    The stacks are copied one after the other, and each is gone then.
+    """
+    if not compiler.turns_stacks:
+        return 0
+    backward = backward_of(layer)
+    here = backward.tape[: len(backward.tape) - layer.on_host]
+    copied = copied_in_front(backward.closed.jaxpr, here)
+    return max((nbytes(var.aval) for var in copied), default=0)
 
 
 def value_bytes(layer: Layer, compiler: Compiler = ANY) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxmem import _jax
 from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.estimate.liveness import in_order
 from jaxmem.parallel.messages import per_device
 
 # ---------------------------------------------------------------- API
@@ -44,6 +45,38 @@ def read_transposed(jaxpr: Any, forward: Any) -> set[Any]:
         )
 
     return {var for var in made if is_turned(var)}
+
+
+def copied_in_front(jaxpr: Any, kept: Collection[Any]) -> set[Any]:
+    """Of what is kept, that of which all readers want another order of axes.
+
+    They read it transposed, element by element, or are products whose batch axes do not lead.  To
+    those that sum it up any order is right.  In front of the loop the stack is copied, and gone.
+
+    Args:
+      jaxpr: a layer's backward pass.
+    """
+    readers: dict[Any, list[tuple[Any, int]]] = {}
+    for eqn in jaxpr.eqns:
+        for at, atom in enumerate(eqn.invars):
+            if _jax.is_var(atom):
+                readers.setdefault(atom, []).append((eqn, at))
+
+    def wants(var: Any) -> set[str]:
+        return set().union(*(wish(*reader) for reader in readers.get(var, ())))
+
+    def wish(eqn: Any, at: int) -> set[str]:
+        kind = kind_of(eqn)
+        if eqn.primitive.name == "transpose":
+            return {"another order"}
+        if kind == "reduction":
+            return set()
+        shape = eqn.invars[at].aval.shape
+        if kind in ("fused", "view") and all(out.aval.shape == shape for out in eqn.outvars):
+            return set().union(*map(wants, eqn.outvars))
+        return {"its order"} if in_order(eqn)[at] else {"another order"}
+
+    return {var for var in kept if wants(var) == {"another order"}}
 
 
 def gathered_across(jaxpr: Any, rows: Collection[Any]) -> set[Any]:

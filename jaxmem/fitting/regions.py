@@ -16,6 +16,7 @@ from jaxmem.estimate.reversal import (
     layout_copy_bytes,
     loose_bytes,
     param_copies,
+    stack_copy_bytes,
     tape_bytes,
     value_bytes,
     working_bytes,
@@ -303,8 +304,13 @@ def called(stack: Any) -> str:
 
 
 def _choice(layer: Layer, seconds: float, compiler: Compiler) -> Choice:
-    work = working_bytes(layer, compiler)
-    return Choice(tape_bytes(layer, compiler), seconds, work, layout_copy_bytes(layer, compiler))
+    return Choice(
+        bytes=tape_bytes(layer, compiler),
+        seconds=seconds,
+        work_bytes=working_bytes(layer, compiler),
+        loop_bytes=layout_copy_bytes(layer, compiler),
+        copy_bytes=stack_copy_bytes(layer, compiler),
+    )
 
 
 def unrolled_region(code: Code, label: str, roofline: Roofline, offload: bool) -> UnrolledRegion:

@@ -200,7 +200,10 @@ def _built(
         region.candidates(
             several,
             min(gradients, region.param_bytes),
-            turn.bytes * devices // region.of_one_device(devices, devices),
+            (region is regions[-1])
+            * turn.bytes
+            * devices
+            // region.of_one_device(devices, devices),
         )
         for region in regions
     )

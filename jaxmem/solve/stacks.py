@@ -33,12 +33,14 @@ class Choice:
       seconds: of what is recomputed, and of keeping the rest.
       work_bytes: live on top of these while the layer is reversed.
       loop_bytes: more than that in a loop over layers, whose tapes are one array there.
+      copy_bytes: of each layer's tape, what is live twice in front of such a loop.
     """
 
     bytes: int
     seconds: float
     work_bytes: int = 0
     loop_bytes: int = 0
+    copy_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +140,7 @@ def _kept(
     seconds = np.array([c.seconds for c in choices])
     work = np.array([c.work_bytes for c in choices], float)
     looped = work + np.array([c.loop_bytes for c in choices], float)
+    copied = np.array([c.copy_bytes for c in choices], float)
     # Of a single layer outside of loops, whose tape is part of its work.  It has no copies for
     # loops; but those with such copies were predicted 20 % too small where these did not count.
     alone = looped.max()
@@ -161,6 +164,11 @@ def _kept(
         stored = below + others * kept[second]
         peak = below + np.where(count > 1, looped[first], alone)
         peak = np.maximum(peak, stored + np.where(others > 1, looped[second], 0))
+        # Of both loops the last one is reversed first, and gradients are made for it then.
+        ahead = np.where(others > 1, 0, turn - later)
+        peak = np.maximum(peak, below + np.where(count > 1, count * copied[first] + ahead, 0))
+        twice = np.where(others > 1, others * copied[second] + turn - later, 0)
+        peak = np.maximum(peak, stored + twice)
         # Single layers behind the last loop are reversed first.
         ahead = np.where(count > 1, later, 0)
         peak = np.where(others == 1, np.maximum(peak, stored + alone - ahead), peak)
