@@ -162,9 +162,9 @@ def read_turned(jaxpr: Any) -> set[Any]:
     views = _views_in(jaxpr)
     for eqn in jaxpr.eqns:
         if _kind(eqn) == "kernel":
-            for atom, in_order in zip(eqn.invars, in_order(eqn), strict=True):
+            for atom, as_it_lies in zip(eqn.invars, in_order(eqn), strict=True):
                 if _jax.is_var(atom):
-                    (straight if in_order else turned).update(_behind_views(atom, views))
+                    (straight if as_it_lies else turned).update(_behind_views(atom, views))
             straight.update(eqn.outvars)
     return turned - straight
 

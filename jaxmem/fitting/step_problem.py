@@ -196,16 +196,11 @@ def _built(
     fixed, gradients = _others(program, step, stacked)
     several = sum(region.uses.times for region in regions) > 1
     turn = collector.turn(step)
+    # The region that is reversed first has the loss next to what it keeps.
+    last = turn.bytes * devices // regions[-1].of_one_device(devices, devices)
     candidates = tuple(
-        region.candidates(
-            several,
-            min(gradients, region.param_bytes),
-            (region is regions[-1])
-            * turn.bytes
-            * devices
-            // region.of_one_device(devices, devices),
-        )
-        for region in regions
+        region.candidates(several, min(gradients, region.param_bytes), turn_bytes)
+        for region, turn_bytes in zip(regions, [*[0] * (len(regions) - 1), last], strict=True)
     )
     options = [
         [_several(candidate, region, devices) for candidate in own]
