@@ -57,6 +57,10 @@ from .state import DiskState as DiskState
 from .state import Dynamic as Dynamic
 from .state import MasterWeightsState as MasterWeightsState
 from .state import OnDisk as OnDisk
+from .state import OneBitAdamState as OneBitAdamState
+from .state import OneBitLambState as OneBitLambState
+from .state import OneBitPlan as OneBitPlan
+from .state import OneBitStep as OneBitStep
 from .state import UpdatedLeaf as UpdatedLeaf
 from .state import UpdatePlan as UpdatePlan
 from .state import adalomo as adalomo
@@ -64,7 +68,12 @@ from .state import apply_gradients as apply_gradients
 from .state import disk_state as disk_state
 from .state import master_weights as master_weights
 from .state import offload_state as offload_state
+from .state import one_bit_adam as one_bit_adam
+from .state import one_bit_lamb as one_bit_lamb
+from .state import one_bit_specs as one_bit_specs
+from .state import one_bit_step as one_bit_step
 from .state import quantize_state as quantize_state
+from .state import redistribute_errors as redistribute_errors
 from .state import value_and_update as value_and_update
 from .targets import CompileError as CompileError
 from .targets import Target as Target

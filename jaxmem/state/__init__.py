@@ -11,6 +11,15 @@ from jaxmem.state.disk import disk_state as disk_state
 from jaxmem.state.masters import MasterWeightsState as MasterWeightsState
 from jaxmem.state.masters import master_weights as master_weights
 from jaxmem.state.offload import offload_state as offload_state
+from jaxmem.state.one_bit import OneBitAdamState as OneBitAdamState
+from jaxmem.state.one_bit import one_bit_adam as one_bit_adam
+from jaxmem.state.one_bit_lamb import OneBitLambState as OneBitLambState
+from jaxmem.state.one_bit_lamb import one_bit_lamb as one_bit_lamb
+from jaxmem.state.one_bit_step import OneBitPlan as OneBitPlan
+from jaxmem.state.one_bit_step import OneBitStep as OneBitStep
+from jaxmem.state.one_bit_step import one_bit_specs as one_bit_specs
+from jaxmem.state.one_bit_step import one_bit_step as one_bit_step
+from jaxmem.state.one_bit_step import redistribute_errors as redistribute_errors
 from jaxmem.state.quantize import quantize_state as quantize_state
 from jaxmem.state.step import UpdatedLeaf as UpdatedLeaf
 from jaxmem.state.step import UpdatePlan as UpdatePlan

@@ -1,0 +1,397 @@
+"""1-bit Adam: after a warm-up devices exchange signs of the momentum, and not gradients.
+
+Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+Speed", arXiv 2102.02888.  The variance settles early in training.  From then on it is held fixed,
+which leaves momentum SGD with a learning rate for each number, and that converges when its momentum
+is compressed with error feedback (`jaxmem.state.signs`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxmem import _jax
+from jaxmem.accumulate.devices import as_varying
+from jaxmem.accumulate.trees import described, difference, leaf_names
+from jaxmem.errors import check_positive
+from jaxmem.state.signs import exchange, part_size
+
+# ---------------------------------------------------------------- types
+
+
+class OneBitAdamState(NamedTuple):
+    """What `one_bit_adam` remembers.
+
+    Attributes:
+      count: int32, steps so far, without those skipped.
+      frozen: int32, the step after which the variance was held fixed; 0 in the warm-up.
+      skipped: int32, steps that were skipped, as a gradient was not finite.
+      norms: float32[window], sums of the variance in the last steps of the warm-up, for the test of
+        its stability; float32[0] where the warm-up ends at a given step.
+      mu, nu: first and second moments, float32 in the shapes of the parameters.
+      worker_error: what each device's signs were wrong by, float32[devices, …]; split over the
+        devices along the first axis.
+      server_error: the same of the averages that each device owns, float32[devices, part]; split
+        likewise.
+    """
+
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    frozen: jax.Array
+    skipped: jax.Array
+    norms: jax.Array
+    mu: Any
+    nu: Any
+    worker_error: Any
+    server_error: Any
+
+
+# ---------------------------------------------------------------- API
+
+
+def one_bit_adam(
+    learning_rate: float | Callable[[Any], Any],
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    warmup_steps: int | None = None,
+    stability: float = 0.96,
+    check_after: int = 0,
+    weight_decay: float = 0.0,
+    axis: str | tuple[str, ...] = "data",
+    error_feedback: bool = True,
+) -> optax.GradientTransformation:
+    """1-bit Adam, as an optax transformation: 1/32 of the bytes between devices.
+
+        optimizer = jaxmem.one_bit_adam(3e-4, warmup_steps=1000)
+        step = jaxmem.one_bit_step(loss, optimizer, mesh=mesh)  # a mesh with an axis "data"
+
+    Gradients are those of each device, of its own rows of the batch: `update` averages, and so it
+    is called inside `jax.shard_map` over the mesh axis, as `jaxmem.one_bit_step` does.  In the
+    warm-up it averages gradients, and all is as in optax.adam (AdamW with `weight_decay`).  Then
+    the second moments stay as they are, with their correction for the start at zero, and
+
+        m ← average over devices of (b1 · m + (1 − b1) · gradient), sent as signs with scales
+        θ ← θ − α · m̂ / (√v̂ + eps)
+
+    Both directions of the average have error feedback.  Where a second moment is 0 in the end of
+    the warm-up, as of the embedding of a token that never came, the number does not move any more:
+    signs have no zero, and each would be divided by eps; `OneBitStep.explain` counts
+    them.
+
+    A step in which a gradient of any device is not finite changes nothing on any of them, but is
+    counted in the state's `skipped`.
+
+    On each of N devices, moments are whole, as all of them use them.  With P bytes of parameters in
+    float32, the state is (3 + 1/N) P: Adam's 2 P, P of errors of what the device sends, and P/N of
+    errors of what it owns.
+
+    Args:
+      learning_rate: α: a number, or a schedule of optax.
+      b1, b2, eps: as in optax.adam.
+      warmup_steps: steps with averaged gradients; a sixth to a quarter of all in the paper.  None
+        for the paper's test: until the sum of the second moments has changed by less than
+        1 − `stability` within 1 / (1 − b2) steps.
+      stability: the least ratio of the smaller to the larger of these sums.
+      check_after: the step after which the test is made, such as the end of the learning rate's
+        own warm-up.
+      weight_decay: θ is also moved by −α · weight_decay · θ.
+      axis: the mesh axis, or axes, that the rows of the batch lie over.
+      error_feedback: False for an ablation: the same without errors.
+
+    Returns:
+      An optax transformation with a `OneBitAdamState`.
+
+    Raises:
+      TypeError, ValueError: an argument is not in its range; at `init` or `update`: outside of
+        `jax.shard_map`, on one device, or of a state of another number of devices.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> devices = jax.devices()
+    >>> optimizer = jaxmem.one_bit_adam(1e-2, warmup_steps=10)
+    >>> if len(devices) > 3:
+    ...     with jax.set_mesh(jax.make_mesh((4,), ("data",), devices=devices[:4])):
+    ...         state = optimizer.init({"w": jnp.ones((10, 10))})
+    ...     assert state.worker_error["w"].shape == (4, 10, 10)
+    ...     assert state.server_error["w"].shape == (4, 32)
+    """
+    core = Core("one_bit_adam", b1, b2, warmup_steps, stability, check_after, axis, error_feedback)
+    check_number("one_bit_adam", "eps", eps, 0)
+    check_number("one_bit_adam", "weight_decay", weight_decay, 0)
+
+    def init(params: Any) -> OneBitAdamState:
+        return OneBitAdamState(**core.begun(params))
+
+    def update(updates: Any, state: OneBitAdamState, params: Any = None) -> Any:
+        if weight_decay:
+            check_params("one_bit_adam", params)
+        moments = core.advanced(updates, state)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+
+        def moved(m: jax.Array, v: jax.Array, g: jax.Array, *theta: jax.Array) -> jax.Array:
+            step = core.ratio(moments, m, v, eps)
+            if theta:
+                step = step + weight_decay * theta[0].astype(jnp.float32)
+            found = jnp.where(moments.finite, -rate * step, 0.0)
+            return found.astype((theta[0] if theta else g).dtype)
+
+        decayed = (params,) if weight_decay else ()
+        found = jax.tree.map(moved, moments.mu, moments.nu, updates, *decayed)
+        return found, OneBitAdamState(**core.held(state, moments))
+
+    return optax.GradientTransformation(init, update)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+class Moments(NamedTuple):
+    """Of one step.
+
+    Attributes:
+      count, frozen, norms: as in the state, after the step.
+      mu, nu, worker_error, server_error: as there.
+      finite: whether the step is to be taken.
+    """
+
+    count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
+    frozen: jax.Array
+    norms: jax.Array
+    mu: Any
+    nu: Any
+    worker_error: Any
+    server_error: Any
+    finite: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """What 1-bit Adam and 1-bit LAMB share: both phases of the moments.
+
+    Attributes:
+      name: of the function that a user called.
+    """
+
+    name: str
+    b1: float
+    b2: float
+    warmup_steps: int | None
+    stability: float
+    check_after: int
+    axis: str | tuple[str, ...]
+    error_feedback: bool
+
+    def __post_init__(self) -> None:
+        for what in ("b1", "b2"):
+            check_number(self.name, what, getattr(self, what), 0, below=1)
+        if self.warmup_steps is not None:
+            check_positive(f"{self.name}: warmup_steps", self.warmup_steps)
+        check_number(self.name, "stability", self.stability, 0, below=1)
+        check_number(self.name, "check_after", self.check_after, 0)
+
+    @property
+    def window(self) -> int:
+        """Steps between the two variances that are compared; 0 for no test."""
+        return 0 if self.warmup_steps is not None else max(1, round(1 / (1 - self.b2)))
+
+    def begun(self, params: Any) -> dict[str, Any]:
+        """The fields of a state before the first step."""
+        check_floating(self.name, params)
+        devices, rows = self._devices()
+        return {
+            "count": jnp.zeros((), jnp.int32),
+            "frozen": jnp.zeros((), jnp.int32),
+            "skipped": jnp.zeros((), jnp.int32),
+            "norms": jnp.zeros(self.window, jnp.float32),
+            "mu": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+            "nu": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+            "worker_error": jax.tree.map(lambda p: self._own((rows, *p.shape)), params),
+            "server_error": jax.tree.map(
+                lambda p: self._own((rows, part_size(p.size, devices))), params
+            ),
+        }
+
+    def advanced(self, updates: Any, state: Any) -> Moments:
+        """The moments after a step with these gradients."""
+        self._check_state(updates, state)
+        gradients, tree = jax.tree.flatten(updates)
+        gradients = [leaf.astype(jnp.float32) for leaf in gradients]
+        held = [tree.flatten_up_to(getattr(state, name)) for name in _TREES]
+
+        def warm(
+            mu: Sequence[Any], nu: Sequence[Any], worker: Sequence[Any], server: Sequence[Any]
+        ) -> Any:
+            average = lax.pmean(gradients, self.axis)
+            mu = [self.b1 * m + (1 - self.b1) * g for m, g in zip(mu, average, strict=True)]
+            nu = [self.b2 * v + (1 - self.b2) * g**2 for v, g in zip(nu, average, strict=True)]
+            # A sum of squares: where it is finite, so are the gradients of all devices.
+            finite = jnp.stack([jnp.isfinite(v).all() for v in nu]).all()
+            total = sum((v.sum() for v in nu), jnp.zeros(())) if self.window else jnp.zeros(())
+            return mu, nu, list(worker), list(server), finite, total
+
+        def compressed(
+            mu: Sequence[Any], nu: Sequence[Any], worker: Sequence[Any], server: Sequence[Any]
+        ) -> Any:
+            own = [self.b1 * m + (1 - self.b1) * g for m, g in zip(mu, gradients, strict=True)]
+            found = exchange(
+                own,
+                [error[0] for error in worker],
+                [error[0] for error in server],
+                [v > 0 for v in nu],
+                self.axis,
+                feedback=self.error_feedback,
+            )
+            errors = ([error[None] for error in one] for one in found[1:3])
+            return found.averages, list(nu), *errors, found.finite, jnp.zeros(())
+
+        if gradients:
+            *new, finite, total = lax.cond(state.frozen == 0, warm, compressed, *held)
+        else:
+            new, finite, total = held, jnp.ones((), bool), jnp.zeros(())
+        count = jnp.asarray(optax.safe_increment(state.count))
+        frozen, norms = self._frozen(state, count, total)
+        return Moments(count, frozen, norms, *map(tree.unflatten, new), finite)
+
+    def ratio(self, moments: Any, m: jax.Array, v: jax.Array, eps: float) -> jax.Array:
+        """Adam's step of one array, before the learning rate; 0 where the variance is 0."""
+        count = moments.count.astype(jnp.float32)
+        seen = jnp.where(moments.frozen > 0, moments.frozen, moments.count).astype(jnp.float32)
+        return (m / (1 - self.b1**count)) / (jnp.sqrt(v / (1 - self.b2**seen)) + eps)
+
+    def held(self, state: Any, moments: Moments, **more: Any) -> dict[str, Any]:
+        """The fields of the next state: those of the last, where the step is skipped."""
+        new = moments._asdict() | more
+        finite = new.pop("finite")
+        old = {name: getattr(state, name) for name in new}
+        kept = jax.tree.map(functools.partial(jnp.where, finite), new, old)
+        return kept | {"skipped": state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)}
+
+    def _frozen(self, state: Any, count: jax.Array, total: jax.Array) -> tuple[Any, Any]:
+        """The step of the last variance, or 0, and the sums of those before; `total` is its own."""
+        if self.warmup_steps is not None:
+            ends, norms = count >= self.warmup_steps, state.norms
+        else:
+            place = state.count % self.window
+            before = state.norms[place]
+            norm = total / (1 - self.b2 ** count.astype(jnp.float32))
+            settled = jnp.minimum(before, norm) >= self.stability * jnp.maximum(before, norm)
+            ends = settled & (norm > 0) & (count > max(self.window, self.check_after))
+            norms = state.norms.at[place].set(norm)
+        warm = state.frozen == 0
+        frozen = jnp.where(warm, jnp.where(ends, count, 0), state.frozen)
+        return frozen, jnp.where(warm, norms, state.norms)
+
+    def _devices(self) -> tuple[int, int]:
+        """How many devices there are, and of how many `init` makes the errors here."""
+        try:
+            devices = lax.axis_size(self.axis)
+            rows = 1
+        except NameError:
+            mesh = jax.sharding.get_abstract_mesh()
+            axes = (self.axis,) if isinstance(self.axis, str) else self.axis
+            if not set(axes) <= set(mesh.axis_names):
+                raise ValueError(
+                    f"{self.name}: no device axis {self.axis!r} is known here, so it is not known "
+                    "for how many devices the errors are; make the state by jaxmem.one_bit_step("
+                    "loss, optimizer, mesh=mesh).init(params), or call init inside jax.shard_map "
+                    "over that axis or under jax.set_mesh"
+                ) from None
+            devices = rows = 1
+            for axis in axes:
+                devices *= mesh.shape[axis]
+            rows = devices
+        self._check_several(devices)
+        return devices, rows
+
+    def _check_several(self, devices: int) -> None:
+        if devices == 1:
+            plain = "optax.lamb" if self.name == "one_bit_lamb" else "optax.adamw"
+            raise ValueError(
+                f"{self.name} sends signs between the devices of {self.axis!r}, and there is one; "
+                f"pass a mesh in which it has several, or train with {plain}, which needs no "
+                "errors in its state"
+            )
+
+    def _own(self, shape: tuple[int, ...]) -> jax.Array:
+        zeros = jnp.zeros(shape, jnp.float32)
+        try:
+            index = lax.axis_index(self.axis)
+        except NameError:
+            return zeros
+        return as_varying(zeros, _jax.varying(index))
+
+    def _check_state(self, updates: Any, state: Any) -> None:
+        """Raises `ValueError` where a step cannot be taken."""
+        try:
+            devices = lax.axis_size(self.axis)
+        except NameError:
+            raise ValueError(
+                f"{self.name}: update averages over the devices of {self.axis!r}, and is called "
+                "outside of jax.shard_map over that axis; call it inside, with each device's own "
+                "gradients, or let jaxmem.one_bit_step(loss, optimizer, mesh=mesh) do so"
+            ) from None
+        self._check_several(devices)
+        check_floating(self.name, updates)
+        found = difference(state.mu, updates, ("the state", "the gradient"))
+        if found:
+            raise ValueError(
+                f"{self.name}: the state is not of these parameters: {found}; pass the state that "
+                "init made of them"
+            )
+        tracked = _jax.varying(lax.axis_index(self.axis))
+        named = zip(leaf_names(updates), jax.tree.leaves(updates), strict=True)
+        for (name, leaf), worker, server in zip(
+            named, *map(jax.tree.leaves, (state.worker_error, state.server_error)), strict=True
+        ):
+            wanted = (1, *leaf.shape), (1, part_size(leaf.size, devices))
+            if (worker.shape, server.shape) != wanted:
+                raise ValueError(
+                    f"{self.name}: the errors of {name} are {described(worker)} and "
+                    f"{described(server)} on a device, and not {list(wanted[0])} and "
+                    f"{list(wanted[1])}: the state is of another number of devices than {devices}, "
+                    "or not split; pass it by jaxmem.redistribute_errors(state, devices), and into "
+                    "jax.shard_map with the specs of jaxmem.one_bit_specs(state)"
+                )
+            if not tracked <= _jax.varying(leaf):
+                raise ValueError(
+                    f"{self.name}: the gradient of {name} is the same on all devices already: "
+                    "jax.shard_map sums gradients of parameters that are, unless it is called with "
+                    "check_vma=False; pass that, or let jaxmem.one_bit_step do so"
+                )
+
+
+_TREES = ("mu", "nu", "worker_error", "server_error")
+
+
+def check_number(name: str, what: str, value: Any, least: float, below: float = jnp.inf) -> None:
+    """Raises `TypeError` or `ValueError` for what is no number, or in another range."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: {what} must be a number, got {described(value)}")
+    if not least <= value < below:
+        limit = "" if below == jnp.inf else f" and less than {below:g}"
+        raise ValueError(f"{name}: {what} must be at least {least:g}{limit}, got {value}")
+
+
+def check_params(name: str, params: Any) -> None:
+    """Raises `ValueError` where there are none."""
+    if params is None:
+        raise ValueError(
+            f"{name}: the update depends on the parameters; pass them to update as the third "
+            "argument"
+        )
+
+
+def check_floating(name: str, tree: Any) -> None:
+    """Raises `TypeError` for an array that has no signs, by its path."""
+    for path, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"{name}: {path} is {described(leaf)}, and signs are sent of real floating-point "
+                "numbers; leave it out by optax.masked, or train its real and imaginary part"
+            )
