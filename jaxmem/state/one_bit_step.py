@@ -36,14 +36,17 @@ class OneBitStep:
       fun: the loss.
       optimizer: one of `one_bit_adam` or `one_bit_lamb`, alone or in an optax chain.
       mesh, axis: over which the batch lies.
-      options: those of `jaxmem.value_and_grad`.
+      microbatches, batch_argnums, rng_argnums, accumulator_dtype: as in `jaxmem.value_and_grad`.
     """
 
     fun: Callable[..., Any]
     optimizer: Any
     mesh: Any
     axis: str | tuple[str, ...]
-    options: dict[str, Any]
+    microbatches: int = 1
+    batch_argnums: tuple[int, ...] = (1,)
+    rng_argnums: tuple[int, ...] = ()
+    accumulator_dtype: Any = jnp.float32
 
     @property
     def devices(self) -> int:
@@ -90,7 +93,7 @@ class OneBitStep:
         )
 
     def __call__(self, params: Any, state: Any, *args: Any) -> tuple[jax.Array, Any, Any]:
-        batch = tuple(number - 1 for number in _numbers(self.options["batch_argnums"]))
+        batch = tuple(number - 1 for number in self.batch_argnums)
         own = [
             jax.tree.map(lambda leaf, split=k in batch: self._spec(leaf, split), argument)
             for k, argument in enumerate(args)
@@ -112,14 +115,19 @@ class OneBitStep:
 
     def _local(self, params: Any, state: Any, *args: Any) -> Any:
         """The step as one device runs it."""
-        keys = {number - 1 for number in _numbers(self.options["rng_argnums"])}
+        keys = {number - 1 for number in self.rng_argnums}
         axes = _axes(self.axis)
         args = tuple(
             devices.own_keys(arg, axes) if k in keys else arg for k, arg in enumerate(args)
         )
-        (value, aux), gradient = value_and_grad(self.fun, return_weight=True, **self.options)(
-            params, *args
-        )
+        (value, aux), gradient = value_and_grad(
+            self.fun,
+            microbatches=self.microbatches,
+            batch_argnums=self.batch_argnums,
+            rng_argnums=self.rng_argnums,
+            accumulator_dtype=self.accumulator_dtype,
+            return_weight=True,
+        )(params, *args)
         weight = jnp.asarray(aux.weight)
         if weight.ndim:
             raise ValueError(
@@ -170,7 +178,9 @@ class OneBitStep:
     def _resharded(self, tree: Any, specs: Any) -> Any:
         if isinstance(specs, PartitionSpec):
             specs = jax.tree.map(lambda _: specs, tree)
-        return jax.tree.map(lambda leaf, spec: jax.reshard(leaf, spec), tree, specs)
+        return jax.tree.map(
+            lambda leaf, spec: jax.reshard(leaf, NamedSharding(self.mesh, spec)), tree, specs
+        )
 
     def _check_rows(self, args: Sequence[Any], batch: Sequence[int]) -> None:
         for k in batch:
@@ -279,11 +289,8 @@ def one_bit_step(
     check_positive("microbatches", microbatches)
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     found = OneBitStep(
-        fun, optimizer, mesh, axis,
-        {
-            "microbatches": microbatches, "batch_argnums": _numbers(batch_argnums),
-            "rng_argnums": _numbers(rng_argnums), "accumulator_dtype": accumulator_dtype,
-        },
+        fun, optimizer, mesh, axis, microbatches, _numbers(batch_argnums), _numbers(rng_argnums),
+        accumulator_dtype,
     )  # fmt: skip
     _check_mesh(found)
     return found
