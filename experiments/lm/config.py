@@ -69,7 +69,13 @@ class Config:
     learning_rate: float = 5e-3
     """Peak of the warm-up and cosine decay."""
     clip: float | None = 1.0
-    """The largest global norm of a gradient; None for any."""
+    """The largest global norm of a gradient, of each device's own with one-bit-…; None for any."""
+    averaged_steps: int | None = None
+    """With --optimizer one-bit-…: steps before signs are sent; by default a quarter of all."""
+    scaled: bool = False
+    """With --optimizer one-bit-…: signs of momenta over the root of their variance."""
+    error_feedback: bool = True
+    """With --optimizer one-bit-…: what signs are wrong by is sent later."""
     state: StateName = "float32"
     """The optimizer's state: in 32 or 8 bits; in the device's memory, the host's or on disk."""
     weights: WeightsName = "float32"
@@ -108,7 +114,7 @@ class Config:
         for name in (
             "layers", "width", "heads", "sequence", "batch", "accum", "steps",
             "eval_every", "checkpoint_every", "levels", "slots", "processes",
-            "devices_per_process", "start_timeout", "heartbeat_timeout",
+            "devices_per_process", "start_timeout", "heartbeat_timeout", "averaged_steps",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -157,6 +163,33 @@ class Config:
             )
 
         self._check_split()
+        self._check_signs()
+
+    def _check_signs(self) -> None:
+        if not self.sends_signs:
+            if self.averaged_steps is not None or self.scaled or not self.error_feedback:
+                raise UserError(
+                    "--averaged-steps, --scaled and --no-error-feedback go with --optimizer "
+                    f"one-bit-adam or one-bit-lamb, not with {self.optimizer}"
+                )
+            return
+        name = f"--optimizer {self.optimizer}"
+        if self.fused or self.calls > 1 or self.state != "float32" or self.weights != "float32":
+            raise UserError(
+                f"{name} averages once a step, in moments of float32; leave out --fused, --state, "
+                "--weights and --accum-form across"
+            )
+        if self.split is None:
+            raise UserError(
+                f"{name} sends signs between devices, and this run has one; pass for example "
+                "--mesh data=4 with --devices-per-process 4 or --processes 4"
+            )
+        sizes = parse(self.split)
+        if sizes.data < 2 or sizes.devices > sizes.data:
+            raise UserError(
+                f"{name} has parameters whole on each of several devices, and --mesh {sizes} does "
+                f"not; pass --mesh data={max(sizes.devices, 2)}"
+            )
 
     def _check_split(self) -> None:
         if self.cluster and (self.processes is not None or self.devices_per_process is not None):
@@ -228,6 +261,21 @@ class Config:
     def calls(self) -> int:
         """How often the compiled step is called for one step of the optimizer."""
         return self.accum if self.accum_form == "across" else 1
+
+    @property
+    def sends_signs(self) -> bool:
+        """Whether the optimizer averages over the devices, and sends signs."""
+        return self.optimizer.startswith("one-bit")
+
+    @property
+    def signs(self) -> dict[str, Any]:
+        """Options of an optimizer that does."""
+        if not self.sends_signs:
+            return {}
+        steps = self.averaged_steps or max(1, self.steps // 4)
+        return {
+            "warmup_steps": steps, "scaled": self.scaled, "error_feedback": self.error_feedback,
+        }  # fmt: skip
 
     @property
     def remat(self) -> policies.Policy:

@@ -71,6 +71,8 @@ class Layout:
 
         def sharding(path: Any, leaf: Any) -> NamedSharding:
             names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+            if not _OF_DEVICES.isdisjoint(names):
+                return NamedSharding(self.mesh, PartitionSpec("data"))
             return NamedSharding(self.mesh, _split(names, leaf.shape, sizes))
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
@@ -159,6 +161,9 @@ def layout(text: str) -> Layout:
 
 
 # ---------------------------------------------------------------- implementation
+
+# Fields of an optimizer's state that have a row for each device.
+_OF_DEVICES = frozenset({"worker_error", "server_error"})
 
 # Which dimension of a layer's parameters `tensor` splits: columns of the matrices that open a
 # branch, rows of those that close it, so that a branch needs one sum over the devices.

@@ -11,7 +11,10 @@ import optax
 import jaxmem
 from jaxmem.errors import OffloadWarning
 
-OptimizerName = Literal["adamw", "adam", "sgd", "momentum", "lion", "adafactor", "adalomo"]
+OptimizerName = Literal[
+    "adamw", "adam", "sgd", "momentum", "lion", "lamb", "adafactor", "adalomo",
+    "one-bit-adam", "one-bit-lamb",
+]  # fmt: skip
 StateName = Literal["float32", "8bit", "8bit-companding", "host", "8bit-host", "disk", "8bit-disk"]
 WeightsName = Literal["float32", "bfloat16", "bfloat16+8"]
 
@@ -24,6 +27,7 @@ def make(
     clip: float | None,
     folder: Path,
     every: int,
+    **options: Any,
 ) -> Any:
     """An optax transformation.
 
@@ -34,8 +38,9 @@ def make(
       clip: the largest global norm of a gradient; None for any.
       folder: for a state on disk; what a run that has no checkpoint left there is removed.
       every: steps between checkpoints.
+      options: of the optimizers that send signs.
     """
-    found = _MAKERS[name](rate)
+    found = _MAKERS[name](rate, **options)
     if weights == "bfloat16+8":
         found = jaxmem.master_weights(found)
     if state.startswith("8bit"):
@@ -75,8 +80,15 @@ _MAKERS: dict[str, Any] = {
     "sgd": optax.sgd,
     "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
     "lion": lambda rate: optax.lion(rate, weight_decay=0.01),
+    "lamb": lambda rate: optax.lamb(rate, b2=0.98, weight_decay=0.01),
     "adafactor": optax.adafactor,
     "adalomo": lambda rate: jaxmem.adalomo(rate),  # imported when it is asked for
+    "one-bit-adam": lambda rate, **options: jaxmem.one_bit_adam(
+        rate, b2=0.98, weight_decay=0.01, **options
+    ),
+    "one-bit-lamb": lambda rate, **options: jaxmem.one_bit_lamb(
+        rate, b2=0.98, weight_decay=0.01, **options
+    ),
 }
 
 

@@ -115,6 +115,7 @@ def optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
         config.clip,
         config.folder() / "state",
         config.checkpoint_every,
+        **config.signs,
     )
     if config.calls == 1:
         return optax.with_extra_args_support(inner)
@@ -174,6 +175,9 @@ _params = jax.jit(model.init, static_argnums=0)
 def _initial(config: Config) -> State:
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
     params = optimizers.stored(_params(_architecture(config), key), config.weights)
+    if config.sends_signs and (layout := config.layout) is not None:
+        with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
+            return State(params, optimizer(config).init(params))
     return State(params, optimizer(config).init(params))
 
 
@@ -216,6 +220,17 @@ def _step(config: Config, loss: Callable[..., Any]) -> Callable[..., Any]:
             return State(*after), value, aux.weight
 
         return fused
+    if config.sends_signs and (layout := config.layout) is not None:
+        parts = config.accum
+        one_bit = jaxmem.one_bit_step(
+            loss, inner, mesh=layout.mesh, microbatches=parts, rng_argnums=2
+        )
+
+        def sending_signs(state: State, tokens: jax.Array, key: jax.Array) -> Any:
+            value, *after = one_bit(*state, tokens, key)
+            return State(*after), value, jnp.ones(())
+
+        return sending_signs
     value_and_grad = jaxmem.value_and_grad(loss, **options)
 
     def step(state: State, tokens: jax.Array, key: jax.Array) -> Any:

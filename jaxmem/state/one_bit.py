@@ -19,7 +19,7 @@ from jax import lax
 from jaxmem import _jax
 from jaxmem.accumulate.devices import as_varying
 from jaxmem.accumulate.trees import described, difference, leaf_names
-from jaxmem.errors import check_positive
+from jaxmem.errors import check_flags, check_positive
 from jaxmem.state.signs import exchange, part_size
 
 # ---------------------------------------------------------------- types
@@ -33,7 +33,7 @@ class OneBitAdamState(NamedTuple):
       frozen: int32, the step after which the variance was held fixed; 0 in the warm-up.
       skipped: int32, steps that were skipped, as a gradient was not finite.
       norms: float32[window], sums of the variance in the last steps of the warm-up, for the test of
-        its stability; float32[0] where the warm-up ends at a given step.
+        its stability; float32[1], unused, where the warm-up ends at a given step.
       mu, nu: first and second moments, float32 in the shapes of the parameters.
       worker_error: what each device's signs were wrong by, float32[devices, …]; split over the
         devices along the first axis.
@@ -65,6 +65,7 @@ def one_bit_adam(
     check_after: int = 0,
     weight_decay: float = 0.0,
     axis: str | tuple[str, ...] = "data",
+    scaled: bool = False,
     error_feedback: bool = True,
 ) -> optax.GradientTransformation:
     """1-bit Adam, as an optax transformation: 1/32 of the bytes between devices.
@@ -103,6 +104,10 @@ def one_bit_adam(
         own warm-up.
       weight_decay: θ is also moved by −α · weight_decay · θ.
       axis: the mesh axis, or axes, that the rows of the batch lie over.
+      scaled: exchange m / (√v̂ + eps) and not m.  An array has one scale, and so the signs of a
+        number whose gradients are small are large for it; divided by what is fixed, and the same on
+        all devices, all numbers are of one size.  Not in the paper; it comes closer to Adam in
+        `experiments/one_bit.py`.
       error_feedback: False for an ablation: the same without errors.
 
     Returns:
@@ -121,8 +126,10 @@ def one_bit_adam(
     ...     assert state.worker_error["w"].shape == (4, 10, 10)
     ...     assert state.server_error["w"].shape == (4, 32)
     """
-    core = Core("one_bit_adam", b1, b2, warmup_steps, stability, check_after, axis, error_feedback)
-    check_number("one_bit_adam", "eps", eps, 0)
+    core = Core(
+        "one_bit_adam", b1, b2, eps, warmup_steps, stability, check_after, axis, scaled,
+        error_feedback,
+    )  # fmt: skip
     check_number("one_bit_adam", "weight_decay", weight_decay, 0)
 
     def init(params: Any) -> OneBitAdamState:
@@ -135,7 +142,7 @@ def one_bit_adam(
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
         def moved(m: jax.Array, v: jax.Array, g: jax.Array, *theta: jax.Array) -> jax.Array:
-            step = core.ratio(moments, m, v, eps)
+            step = core.ratio(moments, m, v)
             if theta:
                 step = step + weight_decay * theta[0].astype(jnp.float32)
             found = jnp.where(moments.finite, -rate * step, 0.0)
@@ -181,19 +188,23 @@ class Core:
     name: str
     b1: float
     b2: float
+    eps: float
     warmup_steps: int | None
     stability: float
     check_after: int
     axis: str | tuple[str, ...]
+    scaled: bool
     error_feedback: bool
 
     def __post_init__(self) -> None:
         for what in ("b1", "b2"):
             check_number(self.name, what, getattr(self, what), 0, below=1)
+        check_number(self.name, "eps", self.eps, 0)
         if self.warmup_steps is not None:
             check_positive(f"{self.name}: warmup_steps", self.warmup_steps)
         check_number(self.name, "stability", self.stability, 0, below=1)
         check_number(self.name, "check_after", self.check_after, 0)
+        check_flags(scaled=self.scaled, error_feedback=self.error_feedback)
 
     @property
     def window(self) -> int:
@@ -208,7 +219,7 @@ class Core:
             "count": jnp.zeros((), jnp.int32),
             "frozen": jnp.zeros((), jnp.int32),
             "skipped": jnp.zeros((), jnp.int32),
-            "norms": jnp.zeros(self.window, jnp.float32),
+            "norms": jnp.zeros(max(self.window, 1), jnp.float32),  # orbax saves none of size 0
             "mu": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             "nu": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             "worker_error": jax.tree.map(lambda p: self._own((rows, *p.shape)), params),
@@ -239,16 +250,18 @@ class Core:
             mu: Sequence[Any], nu: Sequence[Any], worker: Sequence[Any], server: Sequence[Any]
         ) -> Any:
             own = [self.b1 * m + (1 - self.b1) * g for m, g in zip(mu, gradients, strict=True)]
+            sizes = [self.size(v, state.frozen) if self.scaled else 1.0 for v in nu]
             found = exchange(
-                own,
+                [m / size for m, size in zip(own, sizes, strict=True)],
                 [error[0] for error in worker],
                 [error[0] for error in server],
                 [v > 0 for v in nu],
                 self.axis,
                 feedback=self.error_feedback,
             )
+            mu = [m * size for m, size in zip(found.averages, sizes, strict=True)]
             errors = ([error[None] for error in one] for one in found[1:3])
-            return found.averages, list(nu), *errors, found.finite, jnp.zeros(())
+            return mu, list(nu), *errors, found.finite, jnp.zeros(())
 
         if gradients:
             *new, finite, total = lax.cond(state.frozen == 0, warm, compressed, *held)
@@ -258,11 +271,14 @@ class Core:
         frozen, norms = self._frozen(state, count, total)
         return Moments(count, frozen, norms, *map(tree.unflatten, new), finite)
 
-    def ratio(self, moments: Any, m: jax.Array, v: jax.Array, eps: float) -> jax.Array:
-        """Adam's step of one array, before the learning rate; 0 where the variance is 0."""
-        count = moments.count.astype(jnp.float32)
-        seen = jnp.where(moments.frozen > 0, moments.frozen, moments.count).astype(jnp.float32)
-        return (m / (1 - self.b1**count)) / (jnp.sqrt(v / (1 - self.b2**seen)) + eps)
+    def ratio(self, moments: Any, m: jax.Array, v: jax.Array) -> jax.Array:
+        """Adam's step of one array, before the learning rate."""
+        seen = jnp.where(moments.frozen > 0, moments.frozen, moments.count)
+        return m / (1 - self.b1 ** moments.count.astype(jnp.float32)) / self.size(v, seen)
+
+    def size(self, v: jax.Array, steps: jax.Array) -> jax.Array:
+        """What momenta are divided by: √v̂ + eps, of a variance after so many steps."""
+        return jnp.sqrt(v / (1 - self.b2 ** steps.astype(jnp.float32))) + self.eps
 
     def held(self, state: Any, moments: Moments, **more: Any) -> dict[str, Any]:
         """The fields of the next state: those of the last, where the step is skipped."""

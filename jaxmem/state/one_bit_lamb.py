@@ -62,6 +62,7 @@ def one_bit_lamb(
     factor: tuple[float, float] = (0.5, 4.0),
     factor_change: float = 0.1,
     axis: str | tuple[str, ...] = "data",
+    scaled: bool = False,
     error_feedback: bool = True,
 ) -> optax.GradientTransformation:
     """1-bit LAMB, as an optax transformation: `one_bit_adam` with a coefficient for each array.
@@ -94,7 +95,7 @@ def one_bit_lamb(
       factor: the least and the largest r.
       factor_change: by which share r changes from step to step, at most.
       learning_rate, b1, b2, eps, warmup_steps, stability, check_after, weight_decay, axis,
-        error_feedback: as in `one_bit_adam`.
+        scaled, error_feedback: as in `one_bit_adam`.
 
     Returns:
       An optax transformation with a `OneBitLambState`.
@@ -103,8 +104,9 @@ def one_bit_lamb(
       TypeError, ValueError: as in `one_bit_adam`; at `update`: without parameters.
     """
     name = "one_bit_lamb"
-    core = Core(name, b1, b2, warmup_steps, stability, check_after, axis, error_feedback)
-    check_number(name, "eps", eps, 0)
+    core = Core(
+        name, b1, b2, eps, warmup_steps, stability, check_after, axis, scaled, error_feedback
+    )
     check_number(name, "weight_decay", weight_decay, 0)
     check_number(name, "b3", b3, 0, below=1)
     check_number(name, "factor_change", factor_change, 0)
@@ -127,7 +129,7 @@ def one_bit_lamb(
         moments = core.advanced(updates, state)
         warm = state.frozen == 0
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        count, warm_steps = (n.astype(jnp.float32) for n in (moments.count, moments.frozen))
+        warm_steps = jnp.maximum(moments.frozen, 1)
 
         def fresh(m: jax.Array, before: jax.Array, v: jax.Array, old: jax.Array) -> jax.Array:
             gradient = (m - b1 * before) / (1 - b1)
@@ -137,17 +139,14 @@ def one_bit_lamb(
             theta: Any, m: Any, v: Any, v_fresh: Any, mean: Any, last: Any
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             theta_wide = theta.astype(jnp.float32)
-            adam = core.ratio(moments, m, v, eps)
+            adam = core.ratio(moments, m, v)
             u = adam + weight_decay * theta_wide
             norms = jnp.linalg.norm(theta_wide.ravel()), jnp.linalg.norm(u.ravel())
             is_zero = (norms[0] == 0) | (norms[1] == 0)
             own = jnp.where(is_zero, 1.0, norms[0] / jnp.where(is_zero, 1.0, norms[1]))
             own = jnp.clip(own, *coefficient)
 
-            held, going = (
-                jnp.sqrt(v / (1 - b2 ** jnp.maximum(warm_steps, 1))) + eps,
-                jnp.sqrt(v_fresh / (1 - b2**count)) + eps,
-            )
+            held, going = core.size(v, warm_steps), core.size(v_fresh, moments.count)
             r = jnp.max(held / going, where=v > 0, initial=0.0)
             if weight_decay:
                 share = jnp.linalg.norm(adam.ravel()) / jnp.where(is_zero, 1.0, norms[1])
@@ -156,7 +155,7 @@ def one_bit_lamb(
             r = jnp.clip(r, last * (1 - factor_change), last * (1 + factor_change))
             r = jnp.where(warm, last, jnp.clip(r, *factor))
             mean = jnp.where(warm, b3 * mean + (1 - b3) * own, mean)
-            after = r * mean / (1 - b3 ** jnp.maximum(warm_steps, 1))
+            after = r * mean / (1 - b3 ** warm_steps.astype(jnp.float32))
             step = -rate * jnp.where(warm, own, after) * u
             return jnp.where(moments.finite, step, 0.0).astype(theta.dtype), mean, r
 

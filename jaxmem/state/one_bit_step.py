@@ -365,7 +365,9 @@ def redistribute_errors(state: Any, devices: int) -> Any:
         if not _is_one_bit(node):
             return node
         worker = jax.tree.map(lambda e: _averaged(e, devices), node.worker_error)
-        server = jax.tree.map(lambda e, m: _cut_anew(e, m.size, devices), node.server_error, node.mu)
+        server = jax.tree.map(
+            lambda e, m: _cut_anew(e, m.size, devices), node.server_error, node.mu
+        )
         return node._replace(worker_error=worker, server_error=server)
 
     return jax.tree.map(one, state, is_leaf=_is_one_bit)

@@ -1,7 +1,7 @@
 """Averages over devices of which only signs are sent, 8 to a byte, and what they get wrong is kept.
 
-Error feedback in both directions (Tang et al. 2021, "1-bit Adam", arXiv 2102.02888, section 5.2; the
-idea is Seide et al.'s 1-bit SGD, 2014).  Each device sends the signs of its numbers and one scale,
+Error feedback in both directions (Tang et al. 2021, "1-bit Adam", arXiv 2102.02888; the idea is
+that of Seide et al.'s 1-bit SGD, 2014).  Each device sends the signs of its numbers and one scale,
 and adds to its next numbers what that was wrong by.  Each device owns a part of the numbers: it
 averages what all others sent of it, and sends the average in the same way, with an error of
 its own.  So an array of n numbers costs a device about n / 8 bytes in an all-to-all and
@@ -11,12 +11,14 @@ Every array is cut into equal parts, one for each device, so that both collectiv
 at once; scales are of one array, and go as 4 bytes among the signs.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # ---------------------------------------------------------------- types
@@ -138,7 +140,7 @@ def exchange(
 
 # ---------------------------------------------------------------- implementation
 
-_BITS = jnp.arange(8, dtype=jnp.uint8)[:, None]
+_BITS = np.arange(8, dtype=np.uint8)[:, None]
 
 
 def _scale(array: jax.Array, count: jax.Array) -> jax.Array:
@@ -162,12 +164,10 @@ def _with_scales(rows: Sequence[jax.Array], scales: jax.Array) -> jax.Array:
     return jnp.concatenate([*rows, as_bytes.reshape(scales.shape[0], -1)], axis=1)
 
 
-def _without_scales(
-    payload: jax.Array, parts: Sequence[int]
-) -> tuple[list[jax.Array], jax.Array]:
+def _without_scales(payload: jax.Array, parts: Sequence[int]) -> tuple[list[jax.Array], jax.Array]:
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + part // 8)
-    signs = [payload[:, a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    signs = [payload[:, a:b] for a, b in itertools.pairwise(ends)]
     scales = payload[:, ends[-1] :].reshape(len(payload), len(parts), 4)
     return signs, lax.bitcast_convert_type(scales, jnp.float32)
