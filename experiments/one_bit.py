@@ -72,7 +72,7 @@ class Options:
         if not self.small:
             return self
         tiny = Config(
-            policy="full", layers=1, width=32, heads=2, sequence=16, batch=4, steps=8,
+            policy="full", layers=1, width=32, heads=2, sequence=16, batch=8, steps=8,
             eval_every=4, mesh=self.model.mesh,
         )  # fmt: skip
         return dataclasses.replace(self, model=tiny, seeds=2)

@@ -65,14 +65,18 @@ class Layout:
     def batch(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(("data", "fsdp")))
 
-    def of(self, tree: Any) -> Any:
-        """The sharding of each leaf of parameters, or of an optimizer's state for them."""
+    def of(self, tree: Any, of_devices: NamedSharding | None = None) -> Any:
+        """The sharding of each leaf of parameters, or of an optimizer's state for them.
+
+        Args:
+          of_devices: of what has a row for each device; by default each has its own.
+        """
         sizes = dict(self.mesh.shape)
 
         def sharding(path: Any, leaf: Any) -> NamedSharding:
             names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
             if not _OF_DEVICES.isdisjoint(names):
-                return NamedSharding(self.mesh, PartitionSpec("data"))
+                return of_devices or NamedSharding(self.mesh, PartitionSpec("data"))
             return NamedSharding(self.mesh, _split(names, leaf.shape, sizes))
 
         return jax.tree_util.tree_map_with_path(sharding, tree)

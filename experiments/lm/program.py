@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh
 
 import jaxmem
 from jaxmem import Plan
@@ -142,14 +143,17 @@ def build(config: Config, policy: Policy) -> Program:
     )
 
 
-def shapes(config: Config) -> State:
+def shapes(config: Config, devices: int | None = None) -> State:
     """Those of `initial`; of a state on the host the arrays themselves, which say where they are.
 
     A `jax.ShapeDtypeStruct` with the sharding of such an array is taken for one on the device.
+
+    Args:
+      devices: for an optimizer that sends signs, how many it is for; by default those of the mesh.
     """
     if config.state.endswith("host"):
         return initial(config)
-    return jax.eval_shape(lambda: _initial(config))
+    return jax.eval_shape(lambda: _initial(config, devices))
 
 
 def held_out_loss(config: Config) -> Any:
@@ -172,11 +176,12 @@ def held_out_loss(config: Config) -> Any:
 _params = jax.jit(model.init, static_argnums=0)
 
 
-def _initial(config: Config) -> State:
+def _initial(config: Config, devices: int | None = None) -> State:
     key = jax.random.fold_in(jax.random.key(config.seed), 0)
     params = optimizers.stored(_params(_architecture(config), key), config.weights)
     if config.sends_signs and (layout := config.layout) is not None:
-        with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
+        mesh = AbstractMesh((devices or layout.mesh.shape["data"],), ("data",))
+        with jax.sharding.use_abstract_mesh(mesh):
             return State(params, optimizer(config).init(params))
     return State(params, optimizer(config).init(params))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import sys
@@ -14,8 +15,10 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
+import jaxmem
 from lm import files, optimizers
 from lm.config import Config, UserError
+from lm.mesh import Layout
 from lm.processes import of_another
 from lm.program import Program, State, held_out_loss, initial, shapes
 from lm.stopping import Listener, Stopped
@@ -88,7 +91,10 @@ def train(
     config = program.config
     first = jax.process_index() == 0  # of several processes one writes the metrics
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with ocp.CheckpointManager((folder / CHECKPOINTS).absolute(), options=options) as checkpoints:
+    handler = ocp.StandardCheckpointHandler()  # without it, shapes of a checkpoint are not told
+    with ocp.CheckpointManager(
+        (folder / CHECKPOINTS).absolute(), options=options, item_handlers=handler
+    ) as checkpoints:
         done, state = _restored(config, checkpoints)
         rows = _rows_until(done, folder / METRICS)
         if done == config.steps:
@@ -131,9 +137,10 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
     done = checkpoints.latest_step()
     if done is None:
         return 0, initial(config)
-    state = shapes(config)
+    before = _devices_before(checkpoints, done) if config.sends_signs else None
+    state = shapes(config, before)
     if (layout := config.layout) is not None:
-        places = layout.of(state)
+        places = layout.of(state, None if before is None else layout.replicated)
     else:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         places = jax.tree.map(lambda leaf: leaf.sharding or device, state)
@@ -144,7 +151,29 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
     )
     state = checkpoints.restore(done, args=ocp.args.StandardRestore(like))
     assert isinstance(state, State)
+    if layout is not None and before not in (None, layout.mesh.shape["data"]):
+        return done, _dealt_anew(config, layout, state, before)
     return done, state
+
+
+def _devices_before(checkpoints: ocp.CheckpointManager, step: int) -> int | None:
+    """Of how many devices the errors in a checkpoint are."""
+    saved = checkpoints.item_metadata(step)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(saved):
+        if "worker_error" in jax.tree_util.keystr(path):
+            return leaf.shape[0]
+    return None
+
+
+def _dealt_anew(config: Config, layout: Layout, state: State, before: int | None) -> State:
+    after = layout.mesh.shape["data"]
+    print(
+        f"what the signs of {before} devices were wrong by is dealt to {after}: each sends the "
+        "mean of it, so that all is made good, and the run goes on with other numbers"
+    )
+    places = layout.of(shapes(config))
+    deal = functools.partial(jaxmem.redistribute_errors, devices=after)
+    return jax.jit(deal, out_shardings=places)(state)
 
 
 @contextlib.contextmanager

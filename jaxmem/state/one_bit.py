@@ -135,7 +135,7 @@ def one_bit_adam(
     def init(params: Any) -> OneBitAdamState:
         return OneBitAdamState(**core.begun(params))
 
-    def update(updates: Any, state: OneBitAdamState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         if weight_decay:
             check_params("one_bit_adam", params)
         moments = core.advanced(updates, state)
@@ -269,7 +269,8 @@ class Core:
             new, finite, total = held, jnp.ones((), bool), jnp.zeros(())
         count = jnp.asarray(optax.safe_increment(state.count))
         frozen, norms = self._frozen(state, count, total)
-        return Moments(count, frozen, norms, *map(tree.unflatten, new), finite)
+        mu, nu, worker, server = map(tree.unflatten, new)
+        return Moments(count, frozen, norms, mu, nu, worker, server, finite)
 
     def ratio(self, moments: Any, m: jax.Array, v: jax.Array) -> jax.Array:
         """Adam's step of one array, before the learning rate."""

@@ -124,7 +124,7 @@ def one_bit_lamb(
             factor=jax.tree.map(lambda p: jnp.ones((), jnp.float32), params),
         )
 
-    def update(updates: Any, state: OneBitLambState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         check_params(name, params)
         moments = core.advanced(updates, state)
         warm = state.frozen == 0

@@ -208,6 +208,33 @@ def test_a_full_disk_is_told_and_the_half_written_checkpoint_is_not_restored(
     assert metrics(tmp_path) == metrics(unbroken)
 
 
+@pytest.mark.slow
+def test_a_run_that_sends_signs_goes_on_bit_for_bit_and_over_other_devices(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Two processes, then the same among signs, then three devices of one process."""
+
+    def run(workdir: Path, **options: Any) -> str:
+        words = command(workdir, optimizer="one-bit-adam", batch=6, **options)
+        done = subprocess.run(
+            words, env=environment(folder), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    whole, again, other = (tmp_path / name for name in ("whole", "again", "other"))
+    run(whole, processes=2)
+    for workdir in (again, other):
+        shutil.copytree(whole, workdir)
+        shutil.rmtree(workdir / "checkpoints" / "40")
+    assert "resuming after step 30" in run(again, processes=2)
+    np.testing.assert_array_equal(losses(again), losses(whole))
+    said = run(other, mesh="data=3", devices_per_process=3)
+    assert "what the signs of 2 devices were wrong by is dealt to 3: each sends the mean" in said
+    np.testing.assert_array_equal(losses(other)[:30], losses(whole)[:30])
+    np.testing.assert_allclose(losses(other), losses(whole), atol=0.3)
+
+
 # ---------------------------------------------------------------- a cluster's launcher
 
 

@@ -42,7 +42,9 @@ def batch(step: int) -> Any:
     return {"x": normal(10 + step, 24, 40), "y": normal(90 + step, 24, 16)}
 
 
-def trained(step: Any, params: Any, state: Any, steps: range, compiled: Any = None) -> Any:
+def trained(step: Any, begun: Any, steps: range, compiled: Any = None) -> Any:
+    """Parameters and state after these steps."""
+    params, state = begun
     run = compiled or exact_jit(step)
     for k in steps:
         _, params, state = run(params, state, jax.device_put(batch(k), step.batch))
@@ -82,12 +84,11 @@ def test_devices_draw_random_numbers_of_their_own_and_a_chain_sees_their_gradien
     def noisy(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
         return (w * jax.random.normal(key, w.shape)).mean() + 0 * x.mean()
 
-    norms = []
-
     def note(updates: Any, state: Any, params: Any = None) -> Any:
         return updates, jax.tree.map(lambda s, g: s + jax.lax.all_gather(g, "data"), state, updates)
 
-    seen: Any = optax.GradientTransformation(lambda p: {"w": jnp.zeros((4, *p["w"].shape))}, note)
+    transformation: Any = optax.GradientTransformation
+    seen = transformation(lambda params: {"w": jnp.zeros((4, *params["w"].shape))}, note)
     optimizer = optax.chain(seen, jaxmem.one_bit_adam(1e-2, warmup_steps=1))
     step = jaxmem.one_bit_step(
         lambda p, x, key: noisy(p["w"], x, key), optimizer, mesh=mesh_of(4), rng_argnums=2
@@ -166,8 +167,8 @@ def test_the_state_on_a_device_is_what_is_said_and_reported(name: str) -> None:
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(name: str, after: int, tmp_path: Path) -> None:
     step = step_of(name)
     compiled = exact_jit(step)
-    whole = trained(step, *step.init(PARAMS), range(8), compiled)
-    half = trained(step, *step.init(PARAMS), range(after), compiled)
+    whole = trained(step, step.init(PARAMS), range(8), compiled)
+    half = trained(step, step.init(PARAMS), range(after), compiled)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", half)
         checkpointer.wait_until_finished()
@@ -181,26 +182,27 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(name: str, after: int, tmp_
         restored = checkpointer.restore(tmp_path / "state", like)
     error = restored[1].worker_error["w"]
     assert error.addressable_shards[0].data.shape == (1, 40, 16)
-    assert_alike(trained(step, *restored, range(after, 8), compiled), whole, tolerance=0)
+    assert_alike(trained(step, restored, range(after, 8), compiled), whole, tolerance=0)
 
 
 @BOTH
 @pytest.mark.parametrize("devices", [2, 8])
 def test_a_run_goes_on_over_other_devices(name: str, devices: int) -> None:
     step = step_of(name)
-    saved = jax.tree.map(np.asarray, trained(step, *step.init(PARAMS), range(6)))
+    saved = jax.tree.map(np.asarray, trained(step, step.init(PARAMS), range(6)))
     state = jaxmem.redistribute_errors(saved[1], devices)
     for key in PARAMS:
         mean = saved[1].worker_error[key].mean(0)
         np.testing.assert_allclose(state.worker_error[key].mean(0), mean, atol=1e-7)
         cut = [np.ravel(part.server_error[key]) for part in (state, saved[1])]
         assert len(state.server_error[key]) == devices
-        np.testing.assert_array_equal(*(part[: PARAMS[key].size] for part in cut))
+        one, other_one = (part[: PARAMS[key].size] for part in cut)
+        np.testing.assert_array_equal(one, other_one)
     other = step_of(name, devices)
     on = jax.device_put((saved[0], state), (NamedSharding(other.mesh, P()), other.state(PARAMS)))
-    params, state = trained(other, *on, range(6, 10))
+    params, state = trained(other, on, range(6, 10))
     assert (int(state.count), int(state.frozen), int(state.skipped)) == (10, 3, 0)
-    unbroken = trained(step, *step.init(PARAMS), range(10))[0]
+    unbroken = trained(step, step.init(PARAMS), range(10))[0]
     assert np.abs(np.asarray(params["w"]) - np.asarray(unbroken["w"])).mean() < 0.02
     # For the same devices nothing changes, whatever it is in.
     chained = (optax.EmptyState(), saved[1])

@@ -22,8 +22,8 @@ def exchanging(devices: int, feedback: bool, check_vma: bool = False) -> Any:
     """The exchange as all devices run it, from arrays with a leading axis of devices."""
 
     def one(arrays: Any, sent: Any, owned: Any, counted: Any) -> Any:
-        own = jax.tree.map(lambda leaf: leaf[0], (arrays, sent, owned))
-        found = signs.exchange(*own, counted, "data", feedback=feedback)
+        x, mine, held = jax.tree.map(lambda leaf: leaf[0], (arrays, sent, owned))
+        found = signs.exchange(x, mine, held, counted, "data", feedback=feedback)
         errors = jax.tree.map(lambda leaf: leaf[None], found[1:3])
         return found.averages, *errors, found.finite
 
