@@ -8,7 +8,7 @@ is compressed with error feedback (`jaxmem.state.signs`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jaxmem import _jax
 from jaxmem.accumulate.devices import as_varying
 from jaxmem.accumulate.trees import described, difference, leaf_names
 from jaxmem.errors import check_flags, check_positive
-from jaxmem.state.signs import exchange, part_size
+from jaxmem.state.signs import Exchanged, exchange, part_size, sent_error
 
 # ---------------------------------------------------------------- types
 
@@ -222,9 +222,11 @@ class Core:
             "norms": jnp.zeros(max(self.window, 1), jnp.float32),  # orbax saves none of size 0
             "mu": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             "nu": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            "worker_error": jax.tree.map(lambda p: self._own((rows, *p.shape)), params),
+            "worker_error": jax.tree.map(
+                lambda p: self._varying(jnp.zeros((rows, *p.shape))), params
+            ),
             "server_error": jax.tree.map(
-                lambda p: self._own((rows, part_size(p.size, devices))), params
+                lambda p: self._varying(jnp.zeros((rows, part_size(p.size, devices)))), params
             ),
         }
 
@@ -233,44 +235,60 @@ class Core:
         self._check_state(updates, state)
         gradients, tree = jax.tree.flatten(updates)
         gradients = [leaf.astype(jnp.float32) for leaf in gradients]
-        held = [tree.flatten_up_to(getattr(state, name)) for name in _TREES]
+        mu, nu, worker, server = (tree.flatten_up_to(getattr(state, name)) for name in _TREES)
+        warm, count = state.frozen == 0, jnp.asarray(optax.safe_increment(state.count))
+        sizes = [self.size(v, jnp.maximum(state.frozen, 1)) if self.scaled else 1.0 for v in nu]
+        counted = [v > 0 for v in nu]
 
-        def warm(
-            mu: Sequence[Any], nu: Sequence[Any], worker: Sequence[Any], server: Sequence[Any]
-        ) -> Any:
+        def own() -> list[jax.Array]:
+            """What this device has to send."""
+            found = []
+            for m, g, e, size in zip(mu, gradients, worker, sizes, strict=True):
+                x = (self.b1 * m + (1 - self.b1) * g) / size
+                found.append(x + e[0] if self.error_feedback else x)
+            return found
+
+        def averaged() -> Exchanged:
             average = lax.pmean(gradients, self.axis)
-            mu = [self.b1 * m + (1 - self.b1) * g for m, g in zip(mu, average, strict=True)]
-            nu = [self.b2 * v + (1 - self.b2) * g**2 for v, g in zip(nu, average, strict=True)]
-            # A sum of squares: where it is finite, so are the gradients of all devices.
-            finite = jnp.stack([jnp.isfinite(v).all() for v in nu]).all()
-            total = sum((v.sum() for v in nu), jnp.zeros(())) if self.window else jnp.zeros(())
-            return mu, nu, list(worker), list(server), finite, total
+            # Of the squares: where these are finite, so are the gradients of all devices.
+            finite = jnp.stack([jnp.isfinite(g**2).all() for g in average]).all()
+            unsent = [jnp.zeros((devices, part // 8), jnp.uint8) for part in parts]
+            unsent, scales = jax.tree.map(self._varying, (unsent, jnp.zeros(len(parts))))
+            return Exchanged(average, unsent, scales, [error[0] for error in server], finite)
 
-        def compressed(
-            mu: Sequence[Any], nu: Sequence[Any], worker: Sequence[Any], server: Sequence[Any]
-        ) -> Any:
-            own = [self.b1 * m + (1 - self.b1) * g for m, g in zip(mu, gradients, strict=True)]
-            sizes = [self.size(v, state.frozen) if self.scaled else 1.0 for v in nu]
-            found = exchange(
-                [m / size for m, size in zip(own, sizes, strict=True)],
-                [error[0] for error in worker],
-                [error[0] for error in server],
-                [v > 0 for v in nu],
-                self.axis,
-                feedback=self.error_feedback,
+        def exchanged() -> Exchanged:
+            owned = [error[0] for error in server]
+            return exchange(own(), owned, counted, self.axis, feedback=self.error_feedback)
+
+        if not gradients:
+            frozen, norms = self._frozen(state, count, jnp.zeros(()))
+            held = (getattr(state, name) for name in _TREES)
+            return Moments(count, frozen, norms, *held, finite=jnp.ones((), bool))
+        devices = lax.axis_size(self.axis)
+        parts = [part_size(g.size, devices) for g in gradients]
+        # Nothing of the state comes out of the branches but what is owned: it would be another
+        # buffer for each array, where what is computed of one number at a time goes in place.
+        found = lax.cond(warm, averaged, exchanged)
+        errors = [
+            jnp.where(warm, e, sent_error(x, bits, scale, mask)[None])
+            for e, x, bits, scale, mask in zip(
+                worker, own(), found.sent, found.scales, counted, strict=True
             )
-            mu = [m * size for m, size in zip(found.averages, sizes, strict=True)]
-            errors = ([error[None] for error in one] for one in found[1:3])
-            return mu, list(nu), *errors, found.finite, jnp.zeros(())
-
-        if gradients:
-            *new, finite, total = lax.cond(state.frozen == 0, warm, compressed, *held)
-        else:
-            new, finite, total = held, jnp.ones((), bool), jnp.zeros(())
-        count = jnp.asarray(optax.safe_increment(state.count))
+        ]
+        averages = found.averages
+        mu = [
+            jnp.where(warm, self.b1 * m + (1 - self.b1) * a, a * size)
+            for m, a, size in zip(mu, averages, sizes, strict=True)
+        ]
+        nu = [
+            jnp.where(warm, self.b2 * v + (1 - self.b2) * a**2, v)
+            for v, a in zip(nu, averages, strict=True)
+        ]
+        total = sum((v.sum() for v in nu), jnp.zeros(())) if self.window else jnp.zeros(())
         frozen, norms = self._frozen(state, count, total)
-        mu, nu, worker, server = map(tree.unflatten, new)
-        return Moments(count, frozen, norms, mu, nu, worker, server, finite)
+        owned = [error[None] for error in found.owned_errors]
+        trees = map(tree.unflatten, (mu, nu, errors, owned))
+        return Moments(count, frozen, norms, *trees, found.finite)
 
     def ratio(self, moments: Any, m: jax.Array, v: jax.Array) -> jax.Array:
         """Adam's step of one array, before the learning rate."""
@@ -335,13 +353,16 @@ class Core:
                 "errors in its state"
             )
 
-    def _own(self, shape: tuple[int, ...]) -> jax.Array:
-        zeros = jnp.zeros(shape, jnp.float32)
+    def _zeros(self, *shape: int) -> jax.Array:
+        return self._varying(jnp.zeros(shape, jnp.float32))
+
+    def _varying(self, array: jax.Array) -> jax.Array:
+        """The array, held by each device for itself."""
         try:
             index = lax.axis_index(self.axis)
         except NameError:
-            return zeros
-        return as_varying(zeros, _jax.varying(index))
+            return array
+        return as_varying(array, _jax.varying(index))
 
     def _check_state(self, updates: Any, state: Any) -> None:
         """Raises `ValueError` where a step cannot be taken."""

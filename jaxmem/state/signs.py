@@ -29,13 +29,16 @@ class Exchanged(NamedTuple):
 
     Attributes:
       averages: of the devices' arrays, in their shapes; the same on all devices.
-      sent_errors: what this device's signs were wrong by, as the arrays.
-      owned_errors: the same of the averages that it owns, float32[part_size] of each array.
+      sent: the signs that this device sent, uint8[devices, part_size / 8] of each array.
+      scales: what it sent with them, float32[arrays].
+      owned_errors: what the signs of the averages that it owns were wrong by, float32[part_size] of
+        each array.
       finite: whether all numbers of all devices were; otherwise nothing else here is of use.
     """
 
     averages: list[jax.Array]
-    sent_errors: list[jax.Array]
+    sent: list[jax.Array]
+    scales: jax.Array
     owned_errors: list[jax.Array]
     finite: jax.Array
 
@@ -85,7 +88,6 @@ def unpack(packed: jax.Array) -> jax.Array:
 
 def exchange(
     arrays: Sequence[jax.Array],
-    sent_errors: Sequence[jax.Array],
     owned_errors: Sequence[jax.Array],
     counted: Sequence[jax.Array],
     axis: Any,
@@ -95,37 +97,35 @@ def exchange(
     """Averages of the devices' arrays, by their signs.  Inside `jax.shard_map` over `axis`.
 
     Args:
-      arrays: float32, this device's.
-      sent_errors, owned_errors: of the exchange before, or zeros.
-      counted: bool, in the shape of each array, the same on all devices: the others are zero before
-        and after, and count in no scale.
-      feedback: whether errors are added; without them the algorithm does not converge.
+      arrays: float32, this device's, with what earlier signs of them were wrong by (`sent_error`).
+      owned_errors: of the exchange before, or zeros.
+      counted: bool, in the shape of each array, the same on all devices: the others are zero in the
+        average, and count in no scale.
+      feedback: whether owned errors are added.
     """
     devices = lax.axis_size(axis)
     parts = [part_size(array.size, devices) for array in arrays]
-    rows, scales, new_sent = [], [], []
-    for array, error, mask, part in zip(arrays, sent_errors, counted, parts, strict=True):
-        whole = jnp.where(mask, array + error if feedback else array, 0.0)
-        scale = _scale(whole, mask.sum())
-        new_sent.append(_error(whole, scale, mask))
-        scales.append(scale)
-        rows.append(pack(_cut(whole, devices, part) >= 0))
-    sent = _with_scales(rows, jnp.broadcast_to(jnp.stack(scales), (devices, len(arrays))))
-    got = lax.all_to_all(sent, axis, 0, 0, tiled=True)
+    sent = [pack(_cut(x, devices, part) >= 0) for x, part in zip(arrays, parts, strict=True)]
+    scales = jnp.stack([_scale(x, mask) for x, mask in zip(arrays, counted, strict=True)])
+    got = lax.all_to_all(
+        _with_scales(sent, jnp.broadcast_to(scales, (devices, len(arrays)))), axis, 0, 0, tiled=True
+    )
     signs, of_devices = _without_scales(got, parts)
 
     own = lax.axis_index(axis)
-    rows, scales, new_owned = [], [], []
+    rows, owned_scales, new_owned = [], [], []
     for k, (error, mask, part) in enumerate(zip(owned_errors, counted, parts, strict=True)):
         mine = lax.dynamic_index_in_dim(_cut(mask, devices, part), own, keepdims=False)
         numbers = jnp.where(unpack(signs[k]), of_devices[:, k, None], -of_devices[:, k, None])
         average = jnp.where(mine, numbers.mean(0) + (error if feedback else 0.0), 0.0)
-        scale = _scale(average, mine.sum())
-        new_owned.append(_error(average, scale, mine))
-        scales.append(scale)
-        rows.append(pack(average >= 0)[None])
-    sent = _with_scales(rows, jnp.stack(scales)[None])
-    got = lax.all_gather(sent, axis, axis=0, tiled=True, to="invarying")
+        scale = _scale(average, mine)
+        is_positive = average >= 0
+        new_owned.append(_error(average, is_positive, scale, mine))
+        owned_scales.append(scale)
+        rows.append(pack(is_positive)[None])
+    got = lax.all_gather(
+        _with_scales(rows, jnp.stack(owned_scales)[None]), axis, axis=0, tiled=True, to="invarying"
+    )
     signs, of_owners = _without_scales(got, parts)
     # What is not finite on one device makes such a scale there, and of it one of an owner's, which
     # all devices have: they agree without a word more.
@@ -133,9 +133,23 @@ def exchange(
     averages = []
     for k, (array, mask) in enumerate(zip(arrays, counted, strict=True)):
         numbers = jnp.where(unpack(signs[k]), of_owners[:, k, None], -of_owners[:, k, None])
-        whole = numbers.reshape(-1)[: array.size].reshape(array.shape)
-        averages.append(jnp.where(mask, whole, 0.0))
-    return Exchanged(averages, new_sent, new_owned, finite)
+        averages.append(jnp.where(mask, _joined(numbers, array.shape), 0.0))
+    return Exchanged(averages, sent, scales, new_owned, finite)
+
+
+def sent_error(
+    array: jax.Array, sent: jax.Array, scale: jax.Array, counted: jax.Array
+) -> jax.Array:
+    """What signs of an array were wrong by, to be added to the array of the next exchange.
+
+    It is computed from the signs that were sent: those of numbers near 0 may be others where a
+    compiler computes the array once more.
+
+    Args:
+      array, counted: as in `exchange`.
+      sent, scale: its, of this array.
+    """
+    return _error(array, _joined(unpack(sent), array.shape), scale, counted)
 
 
 # ---------------------------------------------------------------- implementation
@@ -143,19 +157,25 @@ def exchange(
 _BITS = np.arange(8, dtype=np.uint8)[:, None]
 
 
-def _scale(array: jax.Array, count: jax.Array) -> jax.Array:
+def _scale(array: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean magnitude: of all scales the one that leaves the least squared error."""
-    return jnp.abs(array).sum() / jnp.maximum(count, 1).astype(jnp.float32)
+    total = jnp.abs(jnp.where(mask, array, 0.0)).sum()
+    return total / jnp.maximum(mask.sum(), 1).astype(jnp.float32)
 
 
-def _error(array: jax.Array, scale: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.where(mask, array - jnp.where(array >= 0, scale, -scale), 0.0)
+def _error(array: Any, is_positive: jax.Array, scale: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, array - jnp.where(is_positive, scale, -scale), 0.0)
 
 
 def _cut(array: jax.Array, devices: int, part: int) -> jax.Array:
     """[devices, part] of an array of any shape, padded with zeros."""
     flat = array.reshape(-1)
     return jnp.pad(flat, (0, devices * part - flat.size)).reshape(devices, part)
+
+
+def _joined(parts: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The array of this shape that was cut."""
+    return parts.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def _with_scales(rows: Sequence[jax.Array], scales: jax.Array) -> jax.Array:

@@ -23,9 +23,14 @@ def exchanging(devices: int, feedback: bool, check_vma: bool = False) -> Any:
 
     def one(arrays: Any, sent: Any, owned: Any, counted: Any) -> Any:
         x, mine, held = jax.tree.map(lambda leaf: leaf[0], (arrays, sent, owned))
-        found = signs.exchange(x, mine, held, counted, "data", feedback=feedback)
-        errors = jax.tree.map(lambda leaf: leaf[None], found[1:3])
-        return found.averages, *errors, found.finite
+        due = jax.tree.map(jnp.add, x, mine)
+        found = signs.exchange(due, held, counted, "data", feedback=feedback)
+        errors = [
+            signs.sent_error(one, found.sent[k], found.scales[k], counted[k])
+            for k, one in enumerate(due)
+        ]
+        errors, owned = jax.tree.map(lambda leaf: leaf[None], (errors, found.owned_errors))
+        return found.averages, errors, owned, found.finite
 
     split, whole = P("data"), P()
     return exact_jit(
@@ -108,11 +113,12 @@ def test_an_exchange_is_that_of_the_paper(
         np.testing.assert_allclose(went, due, rtol=0, atol=2e-6)
 
 
-def test_without_feedback_errors_are_not_added() -> None:
+def test_without_feedback_owned_errors_are_not_added() -> None:
     arrays, sent, owned, counted = drawn(0, 4, [(3, 7)], 1.0)
-    zeros = [[np.zeros_like(error) for error in part] for part in (sent, owned)]
     without = exchanging(4, False)(arrays, sent, owned, counted)
-    np.testing.assert_array_equal(without[0], exchanging(4, True)(arrays, *zeros, counted)[0])
+    zeros = [np.zeros_like(error) for error in owned]
+    expected = exchanging(4, True)(arrays, sent, zeros, counted)
+    np.testing.assert_array_equal(without[0], expected[0])
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
