@@ -329,7 +329,7 @@ def _draw(rows: Sequence[Row], switch: int, path: Path) -> None:
     from common.picture import COLOURS, drawn
 
     gap = statistics.mean(differences(rows, SCALED))
-    message = f"Signs of the momentum train as well as gradients: {gap:+.3f} nats after all steps"
+    message = f"Signs of the momentum in place of gradients: {gap:+.3f} nats after all steps"
     names = [name for name in dict.fromkeys(row.name for row in rows) if "LAMB" not in name]
     with drawn(path, message, width=9, across=2) as (losses, over):
         base = {(row.seed, row.step): row.loss for row in rows if row.name == ADAM}

@@ -93,7 +93,7 @@ class OneBitStep:
         )
 
     def __call__(self, params: Any, state: Any, *args: Any) -> tuple[jax.Array, Any, Any]:
-        batch = tuple(number - 1 for number in self.batch_argnums)
+        batch = self._positions(self.batch_argnums, args)
         own = [
             jax.tree.map(lambda leaf, split=k in batch: self._spec(leaf, split), argument)
             for k, argument in enumerate(args)
@@ -115,7 +115,7 @@ class OneBitStep:
 
     def _local(self, params: Any, state: Any, *args: Any) -> Any:
         """The step as one device runs it."""
-        keys = {number - 1 for number in self.rng_argnums}
+        keys = self._positions(self.rng_argnums, args)
         axes = _axes(self.axis)
         args = tuple(
             devices.own_keys(arg, axes) if k in keys else arg for k, arg in enumerate(args)
@@ -171,6 +171,10 @@ class OneBitStep:
         )
         jax.eval_shape(whole, shapes)
         return one_bit_specs(found[0], self.axis)
+
+    def _positions(self, numbers: Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
+        """Which of what follows the parameters these numbers of arguments mean."""
+        return tuple((n + len(args) + 1 if n < 0 else n) - 1 for n in numbers)
 
     def _spec(self, leaf: Any, is_split: bool) -> PartitionSpec:
         return PartitionSpec(self.axis) if is_split and jnp.ndim(leaf) else PartitionSpec()
@@ -253,7 +257,9 @@ def one_bit_step(
     `jax.shard_map`), the optimizer averages, and all make the same update.  Means are weighted as
     those of `value_and_grad` are: by rows, or by what a `jaxmem.Weighted` says.
 
-    Known gap: parameters are whole on each device, so other axes of the mesh have one device.
+    Known gaps: parameters are whole on each device, so other axes of the mesh have one device; the
+    loss has no auxiliary outputs.  Both phases are in one program: a `jaxmem.memory_report` needs
+    what the larger needs, and lists the collectives of the phase that sends more, the warm-up.
 
     Args:
       fun: the loss, of parameters and then of what the step is called with.
@@ -287,7 +293,13 @@ def one_bit_step(
     """
     check_optimizer("one_bit_step", optimizer)
     check_positive("microbatches", microbatches)
-    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+        if not mesh.axis_names:
+            raise ValueError(
+                "one_bit_step has no mesh, and none is set; pass mesh=, or set one with "
+                "jax.set_mesh"
+            )
     found = OneBitStep(
         fun, optimizer, mesh, axis, microbatches, _numbers(batch_argnums), _numbers(rng_argnums),
         accumulator_dtype,

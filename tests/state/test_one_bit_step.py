@@ -91,7 +91,7 @@ def test_devices_draw_random_numbers_of_their_own_and_a_chain_sees_their_gradien
     seen = transformation(lambda params: {"w": jnp.zeros((4, *params["w"].shape))}, note)
     optimizer = optax.chain(seen, jaxmem.one_bit_adam(1e-2, warmup_steps=1))
     step = jaxmem.one_bit_step(
-        lambda p, x, key: noisy(p["w"], x, key), optimizer, mesh=mesh_of(4), rng_argnums=2
+        lambda p, x, key: noisy(p["w"], x, key), optimizer, mesh=mesh_of(4), rng_argnums=-1
     )
     params, state = step.init({"w": jnp.ones(8)})
     key = jax.random.key(0)
@@ -250,6 +250,7 @@ def _terms() -> None:
             "over the 4 devices of 'data'; pass a batch that they divide",
         ),
         (_terms, "the loss is a sum of several jaxmem.Weighted, which are divided by weights of"),
+        (lambda: one_bit_step(loss, adam), "one_bit_step has no mesh, and none is set; pass mesh="),
         (lambda: one_bit_step(loss, 3, mesh=mesh_of(4)), "one_bit_step takes an optax transform"),
         (lambda: jaxmem.redistribute_errors(3, 4), "takes the state of one_bit_adam or one_bit_l"),
         (lambda: jaxmem.redistribute_errors(3, 1), "devices must be at least 2: on one device"),
