@@ -137,9 +137,12 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
     done = checkpoints.latest_step()
     if done is None:
         return 0, initial(config)
-    before = _devices_before(checkpoints, done) if config.sends_signs else None
+    layout = config.layout
+    before = None  # of how many other devices a checkpoint is, where that matters
+    if config.sends_signs and layout is not None:
+        before = _other_devices(checkpoints, done, layout.mesh.shape["data"])
     state = shapes(config, before)
-    if (layout := config.layout) is not None:
+    if layout is not None:
         places = layout.of(state, None if before is None else layout.replicated)
     else:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -151,21 +154,21 @@ def _restored(config: Config, checkpoints: ocp.CheckpointManager) -> tuple[int, 
     )
     state = checkpoints.restore(done, args=ocp.args.StandardRestore(like))
     assert isinstance(state, State)
-    if layout is not None and before not in (None, layout.mesh.shape["data"]):
+    if layout is not None and before is not None:
         return done, _dealt_anew(config, layout, state, before)
     return done, state
 
 
-def _devices_before(checkpoints: ocp.CheckpointManager, step: int) -> int | None:
-    """Of how many devices the errors in a checkpoint are."""
+def _other_devices(checkpoints: ocp.CheckpointManager, step: int, devices: int) -> int | None:
+    """Of how many devices the errors in a checkpoint are, if not of so many."""
     saved = checkpoints.item_metadata(step)
     for path, leaf in jax.tree_util.tree_leaves_with_path(saved):
         if "worker_error" in jax.tree_util.keystr(path):
-            return leaf.shape[0]
+            return leaf.shape[0] if leaf.shape[0] != devices else None
     return None
 
 
-def _dealt_anew(config: Config, layout: Layout, state: State, before: int | None) -> State:
+def _dealt_anew(config: Config, layout: Layout, state: State, before: int) -> State:
     after = layout.mesh.shape["data"]
     print(
         f"what the signs of {before} devices were wrong by is dealt to {after}: each sends the "

@@ -70,6 +70,7 @@ def test_the_table_is_written_and_a_second_run_reads_it(
 def test_options_that_cannot_be_are_told_with_the_remedy(
     options: dict[str, Any], said: str
 ) -> None:
+    given: dict[str, Any] = {"optimizer": "one-bit-adam", **options}
     with pytest.raises(UserError) as caught:
-        Config(**({"optimizer": "one-bit-adam"} | options)).check()
+        Config(**given).check()
     assert said in str(caught.value)
