@@ -262,8 +262,8 @@ class Core:
 
         if not gradients:
             frozen, norms = self._frozen(state, count, jnp.zeros(()))
-            held = (getattr(state, name) for name in _TREES)
-            return Moments(count, frozen, norms, *held, finite=jnp.ones((), bool))
+            held = {name: getattr(state, name) for name in _TREES}
+            return Moments(count, frozen, norms, **held, finite=jnp.ones((), bool))
         devices = lax.axis_size(self.axis)
         parts = [part_size(g.size, devices) for g in gradients]
         # Nothing of the state comes out of the branches but what is owned: it would be another
@@ -287,8 +287,9 @@ class Core:
         total = sum((v.sum() for v in nu), jnp.zeros(())) if self.window else jnp.zeros(())
         frozen, norms = self._frozen(state, count, total)
         owned = [error[None] for error in found.owned_errors]
-        trees = map(tree.unflatten, (mu, nu, errors, owned))
-        return Moments(count, frozen, norms, *trees, found.finite)
+        new = map(tree.unflatten, (mu, nu, errors, owned))
+        trees: dict[str, Any] = dict(zip(_TREES, new, strict=True))
+        return Moments(count, frozen, norms, **trees, finite=found.finite)
 
     def ratio(self, moments: Any, m: jax.Array, v: jax.Array) -> jax.Array:
         """Adam's step of one array, before the learning rate."""

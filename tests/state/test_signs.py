@@ -90,7 +90,7 @@ SHAPES = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 4, 8]), SHAPES,
     st.sampled_from([1.0, 1.0, 0.6, 0.0]),
