@@ -137,7 +137,8 @@ def _places(avals: Sequence[Any], axes: tuple[str, ...], called: str) -> list[An
         count = math.prod(mesh.shape[axis] for axis in axes)
         raise ValueError(
             f"partition={named}: none of the carries of {called} ({shapes}) has a dimension that "
-            f"its {count} devices divide; pass an axis of fewer devices, or pad the batch"
+            f"its {count} devices divide, or all are split over them already; pass another axis, or "
+            "pad the batch"
         )
     return places
 
@@ -153,6 +154,11 @@ def _place(aval: Any, axes: tuple[str, ...], mesh: Any) -> Any:
         for dim in ([*range(1, rank), 0] if rank else ())
         if aval.shape[dim] % count == 0 and not (dim < len(taken) and taken[dim])
     ]
+    used = {axis for axis in taken if isinstance(axis, str)}.union(
+        *(axes_of for axes_of in taken if isinstance(axes_of, tuple))
+    )
+    if used.intersection(axes):
+        return None  # it is split over them already
     if not dims or not jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact):
         return None
     entries: list[Any] = [taken[dim] if dim < len(taken) else None for dim in range(rank)]
