@@ -30,6 +30,10 @@ from .jobs.job import Job as Job
 from .jobs.verify import Verification as Verification
 from .jobs.verify import verify as verify
 from .parallel.zero import Zero as Zero
+from .pipeline import PipelinePlan as PipelinePlan
+from .pipeline import PipelineSchedule as PipelineSchedule
+from .pipeline import PipelineStage as PipelineStage
+from .pipeline import pipeline as pipeline
 from .plans.plan import Plan as Plan
 from .policies import Policy as Policy
 from .remat import remat as remat

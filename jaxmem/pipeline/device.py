@@ -1,0 +1,103 @@
+"""What all executors share: a pipeline as one device sees it, inside of `shard_map`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.accumulate import devices
+from jaxmem.accumulate.split import microbatch
+from jaxmem.pipeline.schedule import PipelineSchedule
+from jaxmem.pipeline.stage import Message, Stages
+
+# ---------------------------------------------------------------- types
+
+
+class Inputs(NamedTuple):
+    """Arrays that a pipeline reads.
+
+    Attributes:
+      params: of layers, [stages, chunks of one, room, …]; a device has its own stage.
+      shared: operands that all microbatches share.
+      rows: of the batch, dealt to microbatches, [size, microbatches, …].
+      keys: random keys of the batch.
+      scales: how the loss of a microbatch, or each of its totals, counts.
+    """
+
+    params: list[Any]
+    shared: list[Any]
+    rows: list[Any]
+    keys: list[Any]
+    scales: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A pipeline of microbatches of one size.
+
+    Attributes:
+      stages: what is computed.
+      axis: of the mesh.
+      schedule: of all.
+      first: number of the first of these microbatches in the batch.
+      total: microbatches of the batch; one alone uses random keys as they are.
+      recompute: whether "gpipe" recomputes a stage from its input.
+    """
+
+    stages: Stages
+    axis: str
+    schedule: PipelineSchedule
+    first: int
+    total: int
+    recompute: bool
+
+    @property
+    def last_chunk(self) -> int:
+        return len(self.stages.sizes) - 1
+
+    def operands(self, inputs: Inputs, index: Any) -> list[Any]:
+        """Those of the function on one microbatch, by its number among these."""
+        rows = [microbatch(leaf, index) for leaf in inputs.rows]
+        keys = inputs.keys
+        if self.total > 1:
+            keys = [devices.fold_in(key, self.first + index) for key in keys]
+        return [*inputs.shared, *rows, *keys]
+
+    def forwards(self, message: Message) -> Message:
+        """What the stage before sent; the first one gets it from the last."""
+        return self._sent(message, 1)
+
+    def backwards(self, message: Message) -> Message:
+        return self._sent(message, -1)
+
+    def _sent(self, message: Message, step: int) -> Message:
+        count = self.schedule.stages
+        pairs = [(stage, (stage + step) % count) for stage in range(count)]
+        return [lax.ppermute(x, self.axis, pairs) for x in message]
+
+
+# ---------------------------------------------------------------- API
+
+
+def entering(program: Program, operands: Sequence[Any], received: Message, chunk: Any) -> Message:
+    """What a chunk begins with: the first one from the batch, others from what was received."""
+    return lax.cond(chunk == 0, lambda: program.stages.begin(operands), lambda: list(received))
+
+
+def leaving(
+    program: Program, operands: Sequence[Any], message: Message, scales: Any, chunk: Any
+) -> jax.Array:
+    """The share in the loss of what leaves a chunk: nothing but of the last one."""
+    return lax.cond(
+        chunk == program.last_chunk,
+        lambda: program.stages.loss(operands, message, scales),
+        lambda: jnp.zeros((), loss_dtype(program, scales)),
+    )
+
+
+def loss_dtype(program: Program, scales: Sequence[Any]) -> Any:
+    """What the loss is summed in."""
+    return jnp.result_type(*(scale.dtype for scale in scales))

@@ -1,0 +1,675 @@
+"""`jaxmem.pipeline`: a loss whose layers lie on several devices, one stage on each.
+
+GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved stages (Narayanan et al. 2021,
+arXiv 2104.04473), in one compiled program: a `jax.shard_map` over the mesh axis of the stages,
+with a loop over the ticks of the schedule in it.
+
+Known gaps: no batch statistics and no auxiliary outputs; no gradient of the batch; no forward mode.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
+
+from jaxmem import _jax, policies
+from jaxmem.accumulate.call import Call, take_apart
+from jaxmem.accumulate.combine import Spec
+from jaxmem.accumulate.micro import Micro
+from jaxmem.accumulate.split import Group
+from jaxmem.accumulate.trees import at_least_float32
+from jaxmem.accumulate.weighted import Weighted, check_finished, ratio
+from jaxmem.errors import check_flags, check_positive
+from jaxmem.estimate.costs import costs
+from jaxmem.pipeline import gpipe, one_by_one
+from jaxmem.pipeline.balance import balanced
+from jaxmem.pipeline.cut import Cut, cut
+from jaxmem.pipeline.device import Inputs, Program
+from jaxmem.pipeline.one_by_one import Gradients
+from jaxmem.pipeline.plan import PipelinePlan, PipelineStage
+from jaxmem.pipeline.schedule import NAMES, PipelineSchedule, input_places
+from jaxmem.pipeline.stage import Stages
+from jaxmem.plans.plan import Plan
+from jaxmem.policies import ByLayer, NoRemat, Policy
+from jaxmem.rewrite import check
+from jaxmem.stacked import Form
+from jaxmem.stacked.stack import Stack
+from jaxmem.trace.find import Where
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Those of `pipeline`, checked."""
+
+    axis: str
+    microbatches: int
+    schedule: str
+    chunks: int
+    policy: Policy | None
+    layers: tuple[int, ...] | str | None
+    recompute: bool
+    where: Where | None
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    mesh: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """The microbatches of one size.
+
+    Attributes:
+      group: which they are.
+      program: what is run.
+      consts: operands of the program that the function closes over.
+    """
+
+    group: Group
+    program: Program
+    consts: list[Any]
+
+
+# ---------------------------------------------------------------- API
+
+
+def pipeline(
+    target: Callable[..., Any] | None = None,
+    *,
+    axis: str = "stage",
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    policy: str | Policy | Callable[..., Any] | None = None,
+    layers: Sequence[int] | str | None = None,
+    recompute: bool = True,
+    where: Where | None = None,
+    batch_argnums: int | Sequence[int] = (1,),
+    rng_argnums: int | Sequence[int] = (),
+    mesh: Any = None,
+) -> Any:
+    """A loss function whose layer stack is split over the devices of a mesh axis.
+
+    The function is written for one device and a whole batch.  Each stage, which is a device along
+    the axis (with data, fsdp and tensor axes: a group of them), holds some consecutive layers; the
+    batch goes through the stages in microbatches, so that all stages have something to do:
+
+        pipelined = jaxmem.pipeline(loss, axis="stage", microbatches=32)
+        with jax.set_mesh(jax.make_mesh((8,), ("stage",))):
+            value, grads = jax.jit(jax.value_and_grad(pipelined))(params, batch)
+
+    The layers are those of a `jax.lax.scan` (also `nn.scan`, `nnx.scan`, `jaxmem.scan`).  What is
+    before it runs on the first stage, what is after it on the last; what both read, such as a
+    tied embedding, gets the sum of their gradients.  Value and gradient are those of
+
+        jaxmem.value_and_grad(loss, microbatches=m, rng_argnums=...)
+
+    up to rounding: the mean over the rows, or what a `jaxmem.Weighted` says; rows dealt to
+    microbatches in the same way; for each microbatch the key that it has there.
+
+    | schedule | inputs of stages held | bubble |
+    |---|---|---|
+    | "gpipe" | of all m microbatches | (S − 1) / (m + S − 1) |
+    | "1f1b" | of S | the same; in lockstep a tick lasts as long as a backward pass |
+    | "eager-1f1b" | of 2 S − 1 | the same, also in lockstep |
+    | "interleaved" | of about v S + 2 S, of 1/v of the layers each | (S − 1) / (v m + S − 1) |
+
+    Args:
+      target: returns the mean loss over its rows, a scalar, or a `jaxmem.Weighted`.  None to use
+        this as a decorator with arguments.
+      axis: the mesh axis of the stages.  Other axes of the mesh stay with the compiler, which
+        splits each stage's arrays over them as elsewhere.
+      microbatches: m.  They need not divide the rows: microbatches of two sizes
+        then go through one after the other, each with a bubble of its own.
+      schedule: see the table; `explain` shows it.
+      chunks: v, groups of layers on each device, for "interleaved"; then the stages divide m.
+      policy: what a layer keeps while its stage is recomputed and differentiated, as `jaxmem.remat`
+        takes it; None for the policy that the stack has already, and otherwise "full".
+      layers: how many each chunk has, in the order of the layers; "cost" for sizes by which the
+        slowest stage is fastest, with what is before and after the layers counted.  None for equal
+        sizes if layers divide by the chunks, and for "cost" otherwise.
+      recompute: False for "gpipe" with everything kept that the policy keeps, of all microbatches.
+      where: which of several stacks: a predicate on `jaxmem.LayerStack`, or its index.
+      batch_argnums: arguments whose leaves are split along their leading axis.
+      rng_argnums: arguments that are random keys; each microbatch gets one of its own.
+      mesh: the mesh, also of absent devices; None for the one that is set by `jax.set_mesh`.
+
+    Returns:
+      A function of the same arguments that returns the loss, in float32 or wider, for `jax.grad`,
+      `jax.value_and_grad` and `jaxmem.value_and_grad`, to be used under `jax.jit`.  Its method
+      `explain` says what it will do.  Arrays that it differentiates are arguments, or closed over.
+
+    Raises:
+      TypeError, ValueError: an option cannot be; at the call: the mesh lacks the axis, the layers
+        are fewer than the chunks, the function returns something else, or has no stack.
+
+    Memory on a device: its layers, their gradients in float32 (with "gpipe" in the parameters' own
+    type), the inputs of stages as above and one recomputed stage.  Parameters belong on their
+    stage: split the leading axis of stacked ones, `PartitionSpec("stage")`.  Where the layers do
+    not divide by the stages, or stages are interleaved, they are moved to their stage in each step.
+    Where a value before the layers is read by all of them, such as a mask or an encoder's output,
+    each stage computes it.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def loss(params, x):
+    ...     h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ params["in"], params["w"])[0]
+    ...     return ((h @ params["in"].T - x) ** 2).mean()
+    >>> params = {"in": jnp.ones((4, 8)), "w": jnp.ones((6, 8, 8)) / 8}
+    >>> mesh = jaxmem.target("h100-80g", devices=3).mesh({"stage": 3})  # or one of jax.make_mesh
+    >>> pipelined = jaxmem.pipeline(loss, microbatches=4, mesh=mesh)
+    >>> print(pipelined.explain(params, jnp.ones((16, 4))))
+    1f1b, 3 stages, microbatches: 4 of 4 rows; 12 ticks, bubble 33.3%
+               layers             FLOPs  in flight
+      stage 0       2  1.05 of the mean          3
+      stage 1       2  0.85 of the mean          2
+      stage 2       2  1.09 of the mean          1
+    a stage's input is 128 B; 384 B of them are held; layers: Full()
+    """
+    options = _checked(
+        axis, microbatches, schedule, chunks, policy, layers, recompute, where, batch_argnums,
+        rng_argnums, mesh,
+    )  # fmt: skip
+    if target is None:
+        return lambda target: Pipelined(target, options)
+    return Pipelined(target, options)
+
+
+class Pipelined:
+    """A function in pipeline stages, as `pipeline` returns it."""
+
+    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+        if not callable(fun):
+            raise TypeError(
+                f"pipeline takes a loss function, got an object of type {type(fun).__name__}; "
+                "options go by name, as in pipeline(loss, microbatches=8)"
+            )
+        self._fun, self._options = fun, options
+        functools.update_wrapper(self, fun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        mesh = self._mesh()
+        call, parts = self._parts(mesh.shape[self._options.axis], args, kwargs)
+        operands = _Operands(call)
+        scales, weights = _scales(call, parts, operands)
+        check_finished(weights)
+        total: Any = None
+        for part in parts:
+            value = self._run(mesh, part, operands, scales(part.group.size))
+            total = value if total is None else total + value
+        return total
+
+    def explain(self, *args: Any, **kwargs: Any) -> PipelinePlan:
+        """What a call with such arguments does: schedule, bubble, what is held, and where.
+
+        Nothing is compiled.  Arguments may be `jax.ShapeDtypeStruct`s.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        flags = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
+        found: list[PipelinePlan] = []
+
+        def look(*given: Any) -> None:
+            own = iter(given)
+            full = [next(own) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+            args, kwargs = tree.unflatten(full)
+            _, parts = self._parts(self._mesh().shape[self._options.axis], args, kwargs)
+            found.append(_plan(parts))
+
+        arrays = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+        jax.eval_shape(look, *arrays)
+        return found[0]
+
+    # ------------------------------------------------------------ implementation
+
+    def _mesh(self) -> Any:
+        axis, mesh = self._options.axis, self._options.mesh
+        here = jax.sharding.get_abstract_mesh()
+        if axis in here.manual_axes:
+            raise ValueError(
+                f"the pipeline is called inside of a shard_map over {axis!r}, and makes its own; "
+                "call it outside"
+            )
+        if mesh is None:
+            mesh = here
+            if not mesh.axis_names:
+                raise ValueError(
+                    "a pipeline has no mesh, and none is set; set one with jax.set_mesh, or pass "
+                    'mesh=, such as jax.make_mesh((4,), ("stage",))'
+                )
+        _check_mesh(mesh, axis)
+        # Inside of another shard_map only the mesh that is set there will do.
+        return here if axis in here.axis_names else mesh
+
+    def _parts(self, stages: int, args: Any, kwargs: Any) -> tuple[Call, list[_Part]]:
+        options = self._options
+        call = take_apart(
+            self._fun,
+            args,
+            kwargs,
+            argnums=(),
+            batch_argnums=options.batch_argnums,
+            rng_argnums=options.rng_argnums,
+            carry_argnums=(),
+            microbatches=options.microbatches,
+        )
+        return call, [self._part(call, group, stages) for group in call.split.groups]
+
+    def _part(self, call: Call, group: Group, stages: int) -> _Part:
+        options = self._options
+        closed, consts, is_mean = _traced(call, group.size)
+        operands = _Operands(call)
+        label = getattr(self._fun, "__name__", "the function")
+        if not _jax.can_be_recomputed(closed):
+            raise ValueError(
+                f"{label} has side effects that must not happen twice, and a pipeline recomputes "
+                "its stages; move them out, or use jax.debug.callback or jax.pure_callback"
+            )
+        found = cut(closed, len(consts) + len(operands.shared), options.where, label)
+        policy = _policy(options, found)
+        schedule = PipelineSchedule.of(options.schedule, stages, group.count, options.chunks)
+        sizes = _sizes(options, found, stages, is_mean)
+        program = Program(
+            Stages(found, sizes, policy, is_mean),
+            options.axis,
+            schedule,
+            group.first,
+            call.split.microbatches,
+            options.recompute,
+        )
+        return _Part(group, program, consts)
+
+    def _run(
+        self, mesh: Any, part: _Part, operands: "_Operands", scales: list[jax.Array]
+    ) -> jax.Array:
+        program = part.program
+        stages = program.schedule.stages
+        shared = [*part.consts, *operands.shared]
+        stacked = program.stages.cut.evaluate(
+            [*shared, *operands.like_microbatch(part.group)], program.stages.cut.parameters
+        )
+        inputs = Inputs(
+            program.stages.arranged(stacked, stages), shared, operands.rows(part.group),
+            operands.keys, scales,
+        )  # fmt: skip
+        return _on_stages(program, mesh)(inputs)
+
+
+# ---------------------------------------------------------------- the call
+
+
+class _Operands:
+    """The arrays of a call, in the order in which a microbatch gets them."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        own = {*call.rows, *call.keys}
+        self.paths = [
+            path
+            for path, leaf in call.leaves.items()
+            if path not in own and isinstance(leaf, jax.Array | np.ndarray)
+        ]
+        self.shared = [jnp.asarray(call.leaves[path]) for path in self.paths]
+        self.keys = [jnp.asarray(call.leaves[path]) for path in call.keys]
+
+    @property
+    def all_paths(self) -> list[tuple[int, int]]:
+        return [*self.paths, *self.call.rows, *self.call.keys]
+
+    def rows(self, group: Group) -> list[jax.Array]:
+        """Of these microbatches, [size, microbatches, …]."""
+        return [dict(self.call.split.dealt(self.call.leaves[path]))[group]
+                for path in self.call.rows]  # fmt: skip
+
+    def like_microbatch(self, group: Group) -> list[Any]:
+        """Arrays of the types of a microbatch's own, where nothing reads them."""
+        return [None] * (len(self.call.rows) + len(self.keys))
+
+
+def _traced(call: Call, size: int) -> tuple[ClosedJaxpr, list[Any], bool]:
+    """The function on a microbatch: its constants are its first operands.
+
+    Returns:
+      The jaxpr; the constants; whether its result is a mean, and not totals and weights.
+    """
+    operands = _Operands(call)
+    paths = operands.all_paths
+    micro = Micro(call, Spec.of("stack"), False)
+    is_mean = True
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal is_mean
+        loss, _ = micro(dict(zip(paths, arrays, strict=True)), (), rows=size)
+        is_mean = not isinstance(loss, Weighted)
+        if is_mean:
+            return [loss]
+        totals, weights = zip(*loss.terms, strict=True)
+        return [*totals, *weights]
+
+    own = set(call.rows)
+
+    def type_of(path: Any) -> Any:
+        leaf = jnp.asarray(call.leaves[path])
+        shape = (size, *leaf.shape[1:]) if path in own else leaf.shape
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+
+    closed = _jax.inlined(jax.make_jaxpr(flat)(*map(type_of, paths)))
+    closed, consts = _jax.without_consts(closed)
+    return closed, consts, is_mean
+
+
+def _scales(
+    call: Call, parts: Sequence[_Part], operands: _Operands
+) -> tuple[Callable[[int], list[jax.Array]], list[Any]]:
+    """How the mean of a microbatch of so many rows, or each total, counts; and all weights."""
+    outs = parts[0].program.stages.cut.closed.out_avals
+    if parts[0].program.stages.is_mean:
+        dtype = at_least_float32(outs[0].dtype)
+        return lambda size: [jnp.asarray(size / call.split.rows, dtype)], []
+    count = len(outs) // 2
+    dtype = at_least_float32(*(aval.dtype for aval in outs[:count]))
+    weights: list[Any] = [jnp.zeros((), aval.dtype) for aval in outs[count:]]
+    for part in parts:
+        found = part.program.stages.cut
+        if found.depends(range(count, 2 * count)):
+            raise ValueError(
+                "the weight of a jaxmem.Weighted depends on what the layers compute, and a "
+                "pipeline has to know it before they run; compute it from the batch alone"
+            )
+        atoms = found.closed.jaxpr.outvars[count:]
+        own = Inputs([], [*part.consts, *operands.shared], operands.rows(part.group),
+                     operands.keys, [])  # fmt: skip
+
+        def add(weights: list[Any], index: Any, part: Any = part, own: Any = own,
+                found: Any = found, atoms: Any = atoms) -> tuple[list[Any], None]:  # fmt: skip
+            new = found.evaluate(part.program.operands(own, index), atoms)
+            return [a + b for a, b in zip(weights, new, strict=True)], None
+
+        weights, _ = jax.lax.scan(add, weights, jnp.arange(part.group.count))
+    weights = list(map(jax.lax.stop_gradient, weights))
+    scales = [ratio(jnp.ones((), dtype), weight) for weight in weights]
+    return lambda size: scales, weights
+
+
+def _on_stages(program: Program, mesh: Any) -> Callable[[Inputs], jax.Array]:
+    """The program over the mesh, with a derivative that is made together with the value."""
+    axis = program.axis
+    own, whole = PartitionSpec(axis), PartitionSpec()
+    in_specs = Inputs(own, whole, whole, whole, whole)  # pyright: ignore[reportArgumentType]
+    is_gpipe = program.schedule.name == "gpipe"
+
+    def over(local: Callable[..., Any], out_specs: Any) -> Callable[[Inputs], Any]:
+        # Types that tell what varies over devices would ask the function to be written for them.
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names={axis},
+            check_vma=False,
+        )  # fmt: skip
+        return jax.jit(mapped)
+
+    def value(inputs: Inputs) -> jax.Array:
+        executor = gpipe if is_gpipe else one_by_one
+        return jax.lax.psum(executor.value(program, inputs), axis)
+
+    def with_gradients(inputs: Inputs, wanted: Gradients) -> tuple[jax.Array, Gradients]:
+        if is_gpipe:
+            found, sums = _differentiated(program, inputs, wanted)
+        else:
+            found, sums = one_by_one.value_and_gradients(program, inputs, wanted)
+            sums = sums._replace(params=[None if x is None else x[None] for x in sums.params])
+        shared = jax.lax.psum(sums.shared, axis)
+        return jax.lax.psum(found, axis), Gradients(sums.params, shared)
+
+    @jax.custom_vjp
+    def call(inputs: Inputs) -> jax.Array:
+        return over(value, whole)(inputs)
+
+    def forward(boxes: Inputs) -> tuple[jax.Array, Any]:
+        is_box = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
+        inputs = jax.tree.map(lambda box: box.value, boxes, is_leaf=is_box)
+        if any(box.perturbed and jnp.issubdtype(box.value.dtype, jnp.inexact)
+               for box in [*boxes.rows, *boxes.scales]):  # fmt: skip
+            raise ValueError(
+                "the gradient of the batch is asked for, and a pipeline has none; differentiate "
+                "with respect to parameters alone"
+            )
+
+        def flags(boxes: Iterable[Any]) -> list[bool]:
+            return [box.perturbed and jnp.issubdtype(box.value.dtype, jnp.inexact) for box in boxes]
+
+        wanted = Gradients(flags(boxes.params), flags(boxes.shared))
+        local = functools.partial(with_gradients, wanted=wanted)
+        out_specs = (whole, Gradients(own, whole))  # pyright: ignore[reportArgumentType]
+        found, sums = over(local, out_specs)(inputs)
+        types = [[jax.typeof(x).dtype for x in xs] for xs in (inputs.params, inputs.shared)]
+        return found, (sums, _Types(types))
+
+    def backward(kept: Any, cotangent: Any) -> tuple[Inputs]:
+        sums, types = kept
+        if isinstance(cotangent, SymbolicZero):
+            sums = Gradients(*([None] * len(xs) for xs in sums))
+        found = [
+            [None if x is None else (x * cotangent.astype(x.dtype)).astype(dtype)
+             for x, dtype in zip(xs, dtypes, strict=True)]
+            for xs, dtypes in zip(sums, types.value, strict=True)
+        ]  # fmt: skip
+        return (Inputs(found[0], found[1], None, None, None),)  # pyright: ignore[reportArgumentType]
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Types:
+    """Something that is no array, next to arrays."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(str(self.value))
+
+
+def _differentiated(
+    program: Program, inputs: Inputs, wanted: Gradients
+) -> tuple[jax.Array, Gradients]:
+    """Value and gradients of the loop over ticks, by jax."""
+
+    def flagged(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+        return [x if flag else None for x, flag in zip(values, flags, strict=True)]
+
+    def loss(params: list[Any], shared: list[Any]) -> jax.Array:
+        own = inputs._replace(
+            params=[a if b is None else b for a, b in zip(inputs.params, params, strict=True)],
+            shared=[a if b is None else b for a, b in zip(inputs.shared, shared, strict=True)],
+        )
+        return gpipe.value(program, own)
+
+    found, sums = jax.value_and_grad(loss, (0, 1))(
+        flagged(inputs.params, wanted.params), flagged(inputs.shared, wanted.shared)
+    )
+    return found, Gradients(*sums)
+
+
+# ---------------------------------------------------------------- sizes and policies
+
+
+def _sizes(options: Options, found: Cut, stages: int, is_mean: bool) -> tuple[int, ...]:
+    chunks, length = stages * options.chunks, found.length
+    if not isinstance(length, int):
+        raise ValueError(
+            f"{found.info}: the number of layers is the symbol {length}, and stages need it as a "
+            "number; export with a fixed length"
+        )
+    given = options.layers
+    if length < chunks:
+        what = f"{stages} stages"
+        if options.chunks > 1:
+            what += f" with {options.chunks} chunks each"
+        raise ValueError(
+            f"{found.info}: {length} layer{'' if length == 1 else 's'} cannot be split over "
+            f"{what}; pass a mesh with at most {length} devices along {options.axis!r}"
+            + (", or fewer chunks" if options.chunks > 1 else "")
+        )
+    if isinstance(given, tuple):
+        if len(given) != chunks or sum(given) != length:
+            raise ValueError(
+                f"layers={given} has {len(given)} sizes with the sum {sum(given)}, and there are "
+                f"{length} layers in {chunks} chunks; pass {chunks} sizes with the sum {length}, "
+                'or layers="cost"'
+            )
+        return given
+    if given is None and length % chunks == 0:
+        return (length // chunks,) * chunks
+    layer, begin, end = _flops(found, is_mean)
+    others = [0.0] * chunks
+    others[0] += begin
+    others[-1] += end
+    return balanced(length, layer, others)
+
+
+def _flops(found: Cut, is_mean: bool) -> tuple[float, float, float]:
+    """Of a layer, of what is before the stack and of what is after, for one microbatch."""
+    stages = Stages(found, (found.length,), NoRemat(), is_mean)
+    layer = costs(found.body.jaxpr).flops
+    begin = costs(found.part(lambda *operands: stages.begin(operands))).flops
+    message = [jax.typeof(jnp.zeros(x.shape, x.dtype)) for x in stages.message_types]
+    count = 1 if is_mean else len(found.closed.out_avals) // 2
+
+    def loss(*flat: Any) -> jax.Array:
+        operands = flat[: len(found.closed.in_avals)]
+        scales = [jnp.ones(())] * count
+        return stages.loss(operands, list(flat[len(operands) :]), scales)
+
+    end = costs(_jax.trace(loss, [*found.closed.in_avals, *message])).flops
+    return layer, begin, end
+
+
+def _policy(options: Options, found: Cut) -> Policy | Plan:
+    policy = options.policy
+    own = found.policy is not None or _jax.is_planned(found.eqn)
+    if policy is None:
+        if isinstance(found.policy, Plan):
+            raise ValueError(
+                f"{found.info} has a jaxmem.Plan, which is for all of its layers, and a stage has "
+                "some of them; pass policy=, or give the stack a policy"
+            )
+        policy = found.policy or (NoRemat() if own else policies.full())
+    if isinstance(policy, ByLayer):
+        raise ValueError(
+            f"{found.info} is under {policy!r}, and jaxmem.fit does not plan pipelines yet; pass "
+            'policy="full", or another that says what is kept'
+        )
+    form = Form(found.body, found.length, found.reverse, found.unroll)
+    check.names([Stack(form, policy, found.info)], found.closed, policy)
+    return policy
+
+
+def _plan(parts: Sequence[_Part]) -> PipelinePlan:
+    first = max(parts, key=lambda part: part.group.size).program
+    stages, schedule = first.stages, first.schedule
+    layer, begin, end = _flops(stages.cut, stages.is_mean)
+    count = schedule.stages
+    found = []
+    for stage in range(count):
+        own = stages.sizes[stage::count]
+        flops = layer * sum(own)
+        flops += begin * (stage == 0) + end * (stage == count - 1)
+        held = max(part.program.schedule.in_flight[stage] for part in parts)
+        found.append(PipelineStage(own, flops, held))
+    held = max(
+        part.program.stages.message_bytes * _inputs_held(part.program.schedule) for part in parts
+    )
+    return PipelinePlan(
+        tuple(part.program.schedule for part in parts),
+        tuple(part.group.size for part in parts),
+        tuple(found),
+        stages.message_bytes,
+        held,
+        repr(stages.policy),
+    )
+
+
+def _inputs_held(schedule: PipelineSchedule) -> int:
+    """How many inputs of stages a device has room for: of GPipe, of each tick."""
+    if schedule.name == "gpipe":
+        return schedule.microbatches + schedule.stages - 1
+    return input_places(schedule).count
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _checked(
+    axis: Any, microbatches: Any, schedule: Any, chunks: Any, policy: Any, layers: Any,
+    recompute: Any, where: Any, batch_argnums: Any, rng_argnums: Any, mesh: Any,
+) -> Options:  # fmt: skip
+    if not isinstance(axis, str):
+        raise TypeError(
+            f'axis must be the name of one mesh axis, got {axis!r}; pass axis="stage", or the name '
+            "that it has in your mesh"
+        )
+    count = check_positive("microbatches", microbatches)
+    chunks = check_positive("chunks", chunks)
+    if schedule not in NAMES:
+        raise ValueError(
+            f"schedule={schedule!r} is not known; pass one of {', '.join(map(repr, NAMES))}"
+        )
+    check_flags(recompute=recompute)
+    if not recompute and schedule != "gpipe":
+        raise ValueError(
+            f'recompute=False keeps what all microbatches leave behind, which only "gpipe" can, '
+            f'and schedule={schedule!r}; pass schedule="gpipe", or a policy that keeps more'
+        )
+    if isinstance(policy, Plan):
+        raise TypeError(
+            "policy takes a policy, which fits stages of every length, and a jaxmem.Plan fits one; "
+            'pass policy="full" or another'
+        )
+    parsed = None if policy is None else policies.parse(policy)
+    if layers is not None and layers != "cost":
+        if isinstance(layers, str) or not isinstance(layers, Sequence):
+            raise TypeError(
+                f'layers must be sizes, such as (3, 4, 4, 3), or "cost", got {layers!r}'
+            )
+        layers = tuple(check_positive("layers", size) for size in layers)
+    if mesh is not None:
+        if not hasattr(mesh, "axis_names"):
+            raise TypeError(
+                f"mesh must be a jax.sharding.Mesh or AbstractMesh, got {mesh!r}; make one with "
+                f"jax.make_mesh((4,), ({axis!r},))"
+            )
+        _check_mesh(mesh, axis)
+
+    def numbers(what: str, given: Any) -> tuple[int, ...]:
+        given = (given,) if isinstance(given, int) else given
+        if not isinstance(given, Sequence) or not all(
+            isinstance(number, int) and not isinstance(number, bool) for number in given
+        ):
+            raise TypeError(f"{what} must be positions of arguments, such as 1, got {given!r}")
+        return tuple(given)
+
+    return Options(
+        axis, count, schedule, chunks, parsed, layers, recompute, where,
+        numbers("batch_argnums", batch_argnums), numbers("rng_argnums", rng_argnums), mesh,
+    )  # fmt: skip
+
+
+def _check_mesh(mesh: Any, axis: str) -> None:
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"the stages of a pipeline lie along the axis {axis!r}, and the mesh has "
+            f"{', '.join(map(repr, mesh.axis_names))}; pass one of these as axis=, or a mesh that "
+            "has it"
+        )
+    if mesh.shape[axis] == 1:
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} has one device along {axis!r}, and a pipeline needs two "
+            "stages at least; pass a larger mesh, or use jaxmem.value_and_grad(loss, "
+            "microbatches=...)"
+        )
