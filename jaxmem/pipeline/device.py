@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmem.accumulate import devices
@@ -44,7 +44,8 @@ class Program:
       schedule: of all.
       first: number of the first of these microbatches in the batch.
       total: microbatches of the batch; one alone uses random keys as they are.
-      recompute: whether "gpipe" recomputes a stage from its input.
+      recompute: whether a stage is recomputed from its input.
+      dtype: what gradients are summed in; None for that of each parameter.
     """
 
     stages: Stages
@@ -53,6 +54,7 @@ class Program:
     first: int
     total: int
     recompute: bool
+    dtype: np.dtype | None
 
     @property
     def last_chunk(self) -> int:
@@ -85,17 +87,6 @@ class Program:
 def entering(program: Program, operands: Sequence[Any], received: Message, chunk: Any) -> Message:
     """What a chunk begins with: the first one from the batch, others from what was received."""
     return lax.cond(chunk == 0, lambda: program.stages.begin(operands), lambda: list(received))
-
-
-def leaving(
-    program: Program, operands: Sequence[Any], message: Message, scales: Any, chunk: Any
-) -> jax.Array:
-    """The share in the loss of what leaves a chunk: nothing but of the last one."""
-    return lax.cond(
-        chunk == program.last_chunk,
-        lambda: program.stages.loss(operands, message, scales),
-        lambda: jnp.zeros((), loss_dtype(program, scales)),
-    )
 
 
 def loss_dtype(program: Program, scales: Sequence[Any]) -> Any:

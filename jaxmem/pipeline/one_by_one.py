@@ -1,9 +1,9 @@
-"""1F1B and its kin: value and gradients made together, in one loop over a schedule's ticks.
+"""Stages recomputed from their inputs: value and gradients in one loop over a schedule's ticks.
 
 In a tick a stage does the forward pass of a microbatch, the backward pass of another, or both, as
 the schedule's table says.  Of a forward pass its input is kept, until the backward pass recomputes
-the chunk from it; so what is held is bounded by the stages, not by the microbatches.  Gradients are
-added up in place, layer by layer.
+the chunk from it: with GPipe the inputs of all microbatches, with 1F1B no more than there are
+stages.  Gradients are added up in place, layer by layer.
 """
 
 import functools
@@ -104,7 +104,7 @@ def _run(
     empty = stages.empty()
     floats = _floats(program, empty)
     zero = jnp.zeros((), loss_dtype(program, inputs.scales))
-    sums = None if wanted is None else _zeros(local, wanted)
+    sums = None if wanted is None else _zeros(program, local, wanted)
     backward = None if wanted is None else _Backward(program, local, wanted)
 
     def tick(state: _State, now: _Tick) -> tuple[_State, None]:
@@ -230,7 +230,7 @@ class _Backward:
             return ([outs[k] for k in floats], held, factor), outs
 
         one = jnp.ones(())
-        like = {number: jnp.zeros(flat[number].shape, sum_dtype(flat[number], _FLOAT32))
+        like = {number: jnp.zeros(flat[number].shape, sum_dtype(flat[number], program.dtype))
                 for number in inside}  # fmt: skip
         _, pulled, message = jax.vjp(of, [flat[n] for n in alone], like, one, has_aux=True)
 
@@ -279,8 +279,6 @@ class _Backward:
 
 
 # ---------------------------------------------------------------- implementation
-
-_FLOAT32 = np.dtype(np.float32)
 
 
 def _only_if(flag: Any, run: Callable[[T], T], state: T) -> T:
@@ -351,9 +349,9 @@ def _floats(program: Program, message: Message) -> list[Any]:
     return [x for x, flag in zip(message, program.stages.is_float, strict=True) if flag]
 
 
-def _zeros(inputs: Inputs, wanted: Gradients) -> Gradients:
+def _zeros(program: Program, inputs: Inputs, wanted: Gradients) -> Gradients:
     def zeros(x: Any, flag: bool) -> Any:
-        return jnp.zeros(x.shape, sum_dtype(x, _FLOAT32)) if flag else None
+        return jnp.zeros(x.shape, sum_dtype(x, program.dtype)) if flag else None
 
     return Gradients(
         list(map(zeros, inputs.params, wanted.params)),

@@ -24,11 +24,11 @@ from jaxmem.accumulate.call import Call, take_apart
 from jaxmem.accumulate.combine import Spec
 from jaxmem.accumulate.micro import Micro
 from jaxmem.accumulate.split import Group
-from jaxmem.accumulate.trees import at_least_float32
+from jaxmem.accumulate.trees import at_least_float32, floating
 from jaxmem.accumulate.weighted import Weighted, check_finished, ratio
 from jaxmem.errors import check_flags, check_positive
 from jaxmem.estimate.costs import costs
-from jaxmem.pipeline import gpipe, one_by_one
+from jaxmem.pipeline import kept, one_by_one
 from jaxmem.pipeline.balance import balanced
 from jaxmem.pipeline.cut import Cut, cut
 from jaxmem.pipeline.device import Inputs, Program
@@ -60,6 +60,7 @@ class Options:
     where: Where | None
     batch_argnums: tuple[int, ...]
     rng_argnums: tuple[int, ...]
+    accumulator_dtype: np.dtype | None
     mesh: Any
 
 
@@ -94,6 +95,7 @@ def pipeline(
     where: Where | None = None,
     batch_argnums: int | Sequence[int] = (1,),
     rng_argnums: int | Sequence[int] = (),
+    accumulator_dtype: Any = jnp.float32,
     mesh: Any = None,
 ) -> Any:
     """A loss function whose layer stack is split over the devices of a mesh axis.
@@ -140,6 +142,8 @@ def pipeline(
       where: which of several stacks: a predicate on `jaxmem.LayerStack`, or its index.
       batch_argnums: arguments whose leaves are split along their leading axis.
       rng_argnums: arguments that are random keys; each microbatch gets one of its own.
+      accumulator_dtype: what gradients are summed in over the microbatches; None for each
+        parameter's own dtype, as with recompute=False in any case.
       mesh: the mesh, also of absent devices; None for the one that is set by `jax.set_mesh`.
 
     Returns:
@@ -175,7 +179,7 @@ def pipeline(
     """
     options = _checked(
         axis, microbatches, schedule, chunks, policy, layers, recompute, where, batch_argnums,
-        rng_argnums, mesh,
+        rng_argnums, accumulator_dtype, mesh,
     )  # fmt: skip
     if target is None:
         return lambda target: Pipelined(target, options)
@@ -282,6 +286,7 @@ class Pipelined:
             group.first,
             call.split.microbatches,
             options.recompute,
+            options.accumulator_dtype,
         )
         return _Part(group, program, consts)
 
@@ -402,7 +407,6 @@ def _on_stages(program: Program, mesh: Any) -> Callable[[Inputs], jax.Array]:
     axis = program.axis
     own, whole = PartitionSpec(axis), PartitionSpec()
     in_specs = Inputs(own, whole, whole, whole, whole)  # pyright: ignore[reportArgumentType]
-    is_gpipe = program.schedule.name == "gpipe"
 
     def over(local: Callable[..., Any], out_specs: Any) -> Callable[[Inputs], Any]:
         # Types that tell what varies over devices would ask the function to be written for them.
@@ -413,15 +417,15 @@ def _on_stages(program: Program, mesh: Any) -> Callable[[Inputs], jax.Array]:
         return jax.jit(mapped)
 
     def value(inputs: Inputs) -> jax.Array:
-        executor = gpipe if is_gpipe else one_by_one
+        executor = one_by_one if program.recompute else kept
         return jax.lax.psum(executor.value(program, inputs), axis)
 
     def with_gradients(inputs: Inputs, wanted: Gradients) -> tuple[jax.Array, Gradients]:
-        if is_gpipe:
-            found, sums = _differentiated(program, inputs, wanted)
-        else:
+        if program.recompute:
             found, sums = one_by_one.value_and_gradients(program, inputs, wanted)
             sums = sums._replace(params=[None if x is None else x[None] for x in sums.params])
+        else:
+            found, sums = _differentiated(program, inputs, wanted)
         shared = jax.lax.psum(sums.shared, axis)
         return jax.lax.psum(found, axis), Gradients(sums.params, shared)
 
@@ -488,7 +492,7 @@ def _differentiated(
             params=[a if b is None else b for a, b in zip(inputs.params, params, strict=True)],
             shared=[a if b is None else b for a, b in zip(inputs.shared, shared, strict=True)],
         )
-        return gpipe.value(program, own)
+        return kept.value(program, own)
 
     found, sums = jax.value_and_grad(loss, (0, 1))(
         flagged(inputs.params, wanted.params), flagged(inputs.shared, wanted.shared)
@@ -596,9 +600,7 @@ def _plan(parts: Sequence[_Part]) -> PipelinePlan:
 
 
 def _inputs_held(schedule: PipelineSchedule) -> int:
-    """How many inputs of stages a device has room for: of GPipe, of each tick."""
-    if schedule.name == "gpipe":
-        return schedule.microbatches + schedule.stages - 1
+    """How many inputs of stages a device has room for."""
     return input_places(schedule).count
 
 
@@ -607,7 +609,8 @@ def _inputs_held(schedule: PipelineSchedule) -> int:
 
 def _checked(
     axis: Any, microbatches: Any, schedule: Any, chunks: Any, policy: Any, layers: Any,
-    recompute: Any, where: Any, batch_argnums: Any, rng_argnums: Any, mesh: Any,
+    recompute: Any, where: Any, batch_argnums: Any, rng_argnums: Any,
+    accumulator_dtype: Any, mesh: Any,
 ) -> Options:  # fmt: skip
     if not isinstance(axis, str):
         raise TypeError(
@@ -656,7 +659,8 @@ def _checked(
 
     return Options(
         axis, count, schedule, chunks, parsed, layers, recompute, where,
-        numbers("batch_argnums", batch_argnums), numbers("rng_argnums", rng_argnums), mesh,
+        numbers("batch_argnums", batch_argnums), numbers("rng_argnums", rng_argnums),
+        floating("accumulator_dtype", accumulator_dtype), mesh,
     )  # fmt: skip
 
 
