@@ -7,6 +7,7 @@ with a loop over the ticks of the schedule in it.
 Known gaps: no batch statistics and no auxiliary outputs; no gradient of the batch; no forward mode.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmem import _jax, policies
 from jaxmem.accumulate.call import Call, take_apart
-from jaxmem.accumulate.combine import Spec
-from jaxmem.accumulate.micro import Micro
+from jaxmem.accumulate.micro import real_loss
 from jaxmem.accumulate.split import Group
 from jaxmem.accumulate.trees import at_least_float32, floating
 from jaxmem.accumulate.weighted import Weighted, check_finished, ratio
@@ -72,11 +72,13 @@ class _Part:
       group: which they are.
       program: what is run.
       consts: operands of the program that the function closes over.
+      outside: the same function as it is outside of the mapped axis, for what is computed there.
     """
 
     group: Group
     program: Program
     consts: list[Any]
+    outside: Callable[[], Cut]
 
 
 # ---------------------------------------------------------------- API
@@ -200,7 +202,7 @@ class Pipelined:
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         mesh = self._mesh()
-        call, parts = self._parts(mesh.shape[self._options.axis], args, kwargs)
+        call, parts = self._parts(mesh, args, kwargs)
         operands = _Operands(call)
         scales, weights = _scales(call, parts, operands)
         check_finished(weights)
@@ -223,8 +225,10 @@ class Pipelined:
             own = iter(given)
             full = [next(own) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
             args, kwargs = tree.unflatten(full)
-            _, parts = self._parts(self._mesh().shape[self._options.axis], args, kwargs)
-            found.append(_plan(parts))
+            mesh = self._mesh()
+            _, parts = self._parts(mesh, args, kwargs)
+            with self._inside(mesh):
+                found.append(_plan(parts))
 
         arrays = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
         jax.eval_shape(look, *arrays)
@@ -251,7 +255,13 @@ class Pipelined:
         # Inside of another shard_map only the mesh that is set there will do.
         return here if axis in here.axis_names else mesh
 
-    def _parts(self, stages: int, args: Any, kwargs: Any) -> tuple[Call, list[_Part]]:
+    def _inside(self, mesh: Any) -> contextlib.AbstractContextManager[Any]:
+        """What is traced where it is open may run on the stages: types of arrays tell the mesh."""
+        abstract = getattr(mesh, "abstract_mesh", mesh)
+        manual = {self._options.axis: jax.sharding.AxisType.Manual}
+        return jax.sharding.use_abstract_mesh(abstract.update_axis_types(manual))
+
+    def _parts(self, mesh: Any, args: Any, kwargs: Any) -> tuple[Call, list[_Part]]:
         options = self._options
         call = take_apart(
             self._fun,
@@ -263,32 +273,38 @@ class Pipelined:
             carry_argnums=(),
             microbatches=options.microbatches,
         )
-        return call, [self._part(call, group, stages) for group in call.split.groups]
+        return call, [self._part(call, group, mesh) for group in call.split.groups]
 
-    def _part(self, call: Call, group: Group, stages: int) -> _Part:
+    def _part(self, call: Call, group: Group, mesh: Any) -> _Part:
         options = self._options
-        closed, consts, is_mean = _traced(call, group.size)
-        operands = _Operands(call)
+        stages = mesh.shape[options.axis]
         label = getattr(self._fun, "__name__", "the function")
-        if not _jax.can_be_recomputed(closed):
-            raise ValueError(
-                f"{label} has side effects that must not happen twice, and a pipeline recomputes "
-                "its stages; move them out, or use jax.debug.callback or jax.pure_callback"
-            )
-        found = cut(closed, len(consts) + len(operands.shared), options.where, label)
-        policy = _policy(options, found)
-        schedule = PipelineSchedule.of(options.schedule, stages, group.count, options.chunks)
-        sizes = _sizes(options, found, stages, is_mean)
+
+        def traced() -> tuple[Cut, list[Any], bool]:
+            closed, consts, is_mean = _traced(call, group.size, label)
+            if not _jax.can_be_recomputed(closed):
+                raise ValueError(
+                    f"{label} has side effects that must not happen twice, and a pipeline "
+                    "recomputes its stages; move them out, or use jax.debug.callback or "
+                    "jax.pure_callback"
+                )
+            count = len(consts) + len(_Operands(call).shared)
+            return cut(closed, count, options.where, label), consts, is_mean
+
+        with self._inside(mesh):
+            found, consts, is_mean = traced()
+            policy = _policy(options, found)
+            sizes = _sizes(options, found, stages, is_mean)
         program = Program(
             Stages(found, sizes, policy, is_mean),
             options.axis,
-            schedule,
+            PipelineSchedule.of(options.schedule, stages, group.count, options.chunks),
             group.first,
             call.split.microbatches,
             options.recompute,
             options.accumulator_dtype,
         )
-        return _Part(group, program, consts)
+        return _Part(group, program, consts, functools.cache(lambda: traced()[0]))
 
     def _run(
         self, mesh: Any, part: _Part, operands: "_Operands", scales: list[jax.Array]
@@ -296,9 +312,7 @@ class Pipelined:
         program = part.program
         stages = program.schedule.stages
         shared = [*part.consts, *operands.shared]
-        stacked = program.stages.cut.evaluate(
-            [*shared, *operands.like_microbatch(part.group)], program.stages.cut.parameters
-        )
+        stacked = _stacked(part, [*shared, *operands.nothing_of_microbatch])
         inputs = Inputs(
             program.stages.arranged(stacked, stages), shared, operands.rows(part.group),
             operands.keys, scales,
@@ -332,12 +346,23 @@ class _Operands:
         return [dict(self.call.split.dealt(self.call.leaves[path]))[group]
                 for path in self.call.rows]  # fmt: skip
 
-    def like_microbatch(self, group: Group) -> list[Any]:
-        """Arrays of the types of a microbatch's own, where nothing reads them."""
+    @property
+    def nothing_of_microbatch(self) -> list[None]:
+        """In the place of a microbatch's own, where nothing reads them."""
         return [None] * (len(self.call.rows) + len(self.keys))
 
 
-def _traced(call: Call, size: int) -> tuple[ClosedJaxpr, list[Any], bool]:
+def _stacked(part: _Part, operands: Sequence[Any]) -> list[Any]:
+    """Parameters of layers, stacked."""
+    cut = part.program.stages.cut
+    places = {var: number for number, var in enumerate(cut.closed.jaxpr.invars)}
+    if all(x in places for x in cut.parameters):
+        return [operands[places[x]] for x in cut.parameters]
+    outside = part.outside()
+    return outside.evaluate(operands, outside.parameters)
+
+
+def _traced(call: Call, size: int, label: str) -> tuple[ClosedJaxpr, list[Any], bool]:
     """The function on a microbatch: its constants are its first operands.
 
     Returns:
@@ -345,17 +370,23 @@ def _traced(call: Call, size: int) -> tuple[ClosedJaxpr, list[Any], bool]:
     """
     operands = _Operands(call)
     paths = operands.all_paths
-    micro = Micro(call, Spec.of("stack"), False)
     is_mean = True
 
     def flat(*arrays: Any) -> list[Any]:
         nonlocal is_mean
-        loss, _ = micro(dict(zip(paths, arrays, strict=True)), (), rows=size)
-        is_mean = not isinstance(loss, Weighted)
-        if is_mean:
-            return [loss]
-        totals, weights = zip(*loss.terms, strict=True)
-        return [*totals, *weights]
+        given = dict(zip(paths, arrays, strict=True))
+        out = call(given, ())
+        if isinstance(out, tuple):
+            raise TypeError(
+                f"{label} returned {len(out)} values, and a pipeline has the loss alone: no "
+                "auxiliary outputs, and no batch statistics or other state that it changes; "
+                "return the loss, with auxiliary losses added to it"
+            )
+        is_mean = not isinstance(out, Weighted)
+        if not isinstance(out, Weighted):
+            return [real_loss(label, out)]
+        totals, weights = zip(*out.terms, strict=True)
+        return [*(real_loss(label, total) for total in totals), *weights]
 
     own = set(call.rows)
 
@@ -381,7 +412,7 @@ def _scales(
     dtype = at_least_float32(*(aval.dtype for aval in outs[:count]))
     weights: list[Any] = [jnp.zeros((), aval.dtype) for aval in outs[count:]]
     for part in parts:
-        found = part.program.stages.cut
+        found = part.outside()
         if found.depends(range(count, 2 * count)):
             raise ValueError(
                 "the weight of a jaxmem.Weighted depends on what the layers compute, and a "
