@@ -37,6 +37,7 @@ class PipelinePlan:
       held_bytes: of inputs of stages, on all devices of one stage: they run one program,
         so that each has room for as many as the first.
       policy: what layers keep while a stage is recomputed or differentiated.
+      backward: what a backward pass takes, in forward passes, recomputation included.
     """
 
     schedules: tuple[PipelineSchedule, ...]
@@ -45,6 +46,7 @@ class PipelinePlan:
     message_bytes: int
     held_bytes: int
     policy: str
+    backward: float
 
     @property
     def ticks(self) -> int:
@@ -57,6 +59,13 @@ class PipelinePlan:
         spans = [schedule.span(1, 1) for schedule in self.schedules]
         idle = [s * schedule.bubble for s, schedule in zip(spans, self.schedules, strict=True)]
         return sum(idle) / sum(spans)
+
+    @property
+    def slowdown(self) -> float:
+        """The time of all ticks over that without a bubble, all stages being equal."""
+        passes = sum(schedule.microbatches * schedule.chunks for schedule in self.schedules)
+        spans = sum(schedule.span(1, self.backward) for schedule in self.schedules)
+        return spans / (passes * (1 + self.backward))
 
     @property
     def imbalance(self) -> float:
@@ -82,6 +91,8 @@ class PipelinePlan:
             rows.append([f"stage {number}", layers, share, str(stage.in_flight)])
         tail = (
             f"a stage's input is {size(self.message_bytes)}; {size(self.held_bytes)} of them are "
-            f"held; layers: {self.policy}"
+            f"held; layers: {self.policy}\n"
+            f"time of the ticks: {self.slowdown:.2f} times that without a bubble, a backward pass "
+            f"being {self.backward:g} forward ones"
         )
         return f"{head}\n{columns(rows, right=[1, 2, 3])}\n{tail}"
