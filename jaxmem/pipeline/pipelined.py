@@ -124,11 +124,10 @@ def pipeline(
     | "gpipe" | m | (S − 1) / (m + S − 1) |
     | "1f1b" | S | the same |
     | "eager-1f1b" | 2 S − 1 | the same |
-    | "interleaved" | about (v + 2) S, for 1/v of the layers each | (S − 1) / (v m + S − 1) |
+    | "interleaved" | (v + 1) S − 1, for 1/v of the layers each | (S − 1) / (v m + S − 1) |
 
-    Stages wait for each other after each tick.  In "1f1b" and "interleaved" half of them do a
-    forward pass while the others do a backward pass, which takes longer; in "eager-1f1b" and
-    "gpipe" all do the same.  `explain` gives the time that follows.
+    Stages wait for each other after each tick.  In "1f1b" half of them do a forward pass while
+    the others do a backward pass, which takes longer; in all other schedules all do the same.  `explain` gives the time that follows.
 
     Args:
       target: returns the mean loss over its rows, a scalar, or a `jaxmem.Weighted`.  None to use
@@ -138,7 +137,7 @@ def pipeline(
       microbatches: m.  They need not divide the rows: microbatches of two sizes
         then go through one after the other, each with a bubble of its own.
       schedule: see the table; `explain` shows it.
-      chunks: v, groups of layers on each device, for "interleaved"; then the stages divide m.
+      chunks: v, groups of layers on each device, for interleaved stages; the stages divide m then.
       policy: what a layer keeps while its stage is recomputed and differentiated, as `jaxmem.remat`
         takes it; None for the policy that the stack has already, and otherwise "full".
       layers: how many each chunk has, in the order of the layers; "cost" for sizes by which the

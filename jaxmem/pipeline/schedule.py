@@ -11,13 +11,20 @@ chunks of layers on each device, it is (S − 1) / (v m + S − 1).
 * "eager-1f1b" (Zhuang et al. 2023, arXiv 2211.05322): stage s holds 2 (S − s) − 1 of them, so that
   in each tick it can do the forward pass of one and the backward pass of another.  Where stages run
   in lockstep, as they do in one compiled loop, that takes less time.
-* "interleaved" (arXiv 2104.04473): a device holds v chunks, which are not neighbours.
+* "interleaved" (arXiv 2104.04473): a device holds v chunks, which are not neighbours.  A stage's
+  order of work is as published, and fits the same ticks as "eager-1f1b".
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from jaxmem._util.shown import picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # ---------------------------------------------------------------- types
 
@@ -144,6 +151,19 @@ class PipelineSchedule:
         rows = _earliest(self.stages, self.chunks, _orders_forward(self))
         return dataclasses.replace(self, forward=rows[0], backward=rows[1])
 
+    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> "Figure":
+        """Draw what each stage does when.
+
+        Args:
+          path: where to write it, as PNG or SVG by its ending; None for nowhere.
+          **options: see `jaxmem.show.schedule.plot_schedule`.
+
+        Raises:
+          ImportError: matplotlib is not installed; says what to type.
+          ValueError: the file is neither PNG nor SVG.
+        """
+        return picture(self, "plot", path, options)
+
     def __str__(self) -> str:
         return text_table(self)
 
@@ -229,14 +249,12 @@ Step = tuple[Kind, Work]
 
 @functools.lru_cache(maxsize=64)
 def _made(name: str, stages: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    if name == "eager-1f1b":
-        rows = _eager(stages, microbatches)
+    if name in ("eager-1f1b", "interleaved"):
+        rows = _eager(stages, microbatches, chunks)
     elif name == "gpipe":
         rows = _gpipe(stages, microbatches)
     else:
-        orders = [
-            _one_after_the_other(stage, stages, microbatches, chunks) for stage in range(stages)
-        ]
+        orders = [_one_after_the_other(stage, stages, microbatches) for stage in range(stages)]
         rows = _earliest(stages, chunks, orders)
     return PipelineSchedule(name, stages, microbatches, chunks, *rows)
 
@@ -268,37 +286,39 @@ def _gpipe(stages: int, microbatches: int) -> Rows:
     return _rows(stages, steps)
 
 
-def _eager(stages: int, microbatches: int) -> Rows:
+def _eager(stages: int, microbatches: int, chunks: int) -> Rows:
+    """In each tick the next forward and the next backward pass, without a gap on any stage."""
     steps: dict[tuple[Kind, int, int], Work] = {}
-    for j in range(microbatches):
+    first = stages * chunks - 1  # the tick in which the first microbatch leaves the last chunk
+    for number in range(microbatches * chunks):
         for stage in range(stages):
-            steps["forward", j + stage, stage] = Work(j, stage)
-            steps["backward", j + 2 * (stages - 1) - stage, stage] = Work(j, stage)
+            forward, backward = (
+                _work(number, stage, stages, chunks, reverse) for reverse in (False, True)
+            )
+            steps["forward", number + stage, stage] = forward
+            steps["backward", first + number + stages - 1 - stage, stage] = backward
     return _rows(stages, steps)
 
 
-def _one_after_the_other(stage: int, stages: int, microbatches: int, chunks: int) -> list[Step]:
-    """The order of a stage's work in 1F1B, interleaved or not: as Megatron-LM has it."""
-    total = microbatches * chunks
-    warm_up = stages - 1 - stage
-    if chunks > 1:
-        warm_up = 2 * warm_up + (chunks - 1) * stages
+def _work(number: int, stage: int, stages: int, chunks: int, reverse: bool) -> Work:
+    """Of a stage, by its number among all of one kind: groups of microbatches, chunk by chunk."""
+    if chunks == 1:
+        return Work(number, stage)
+    group, inside = divmod(number, stages * chunks)
+    chunk = inside // stages
+    chunk = chunks - 1 - chunk if reverse else chunk
+    return Work(group * stages + inside % stages, chunk * stages + stage)
 
-    def work(number: int, reverse: bool) -> Work:
-        if chunks == 1:
-            return Work(number, stage)
-        group, inside = divmod(number, stages * chunks)
-        chunk = inside // stages
-        chunk = chunks - 1 - chunk if reverse else chunk
-        return Work(group * stages + inside % stages, chunk * stages + stage)
 
-    forward: list[Step] = [("forward", work(k, False)) for k in range(total)]
-    backward: list[Step] = [("backward", work(k, True)) for k in range(total)]
-    warm_up = min(warm_up, total)
+def _one_after_the_other(stage: int, stages: int, microbatches: int) -> list[Step]:
+    """The order of a stage's work in 1F1B."""
+    forward: list[Step] = [("forward", Work(j, stage)) for j in range(microbatches)]
+    backward: list[Step] = [("backward", Work(j, stage)) for j in range(microbatches)]
+    warm_up = min(stages - 1 - stage, microbatches)
     steps = forward[:warm_up]
     for f, b in zip(forward[warm_up:], backward, strict=False):
         steps += [f, b]
-    return steps + backward[total - warm_up :]
+    return steps + backward[microbatches - warm_up :]
 
 
 def _orders_forward(schedule: PipelineSchedule) -> list[list[Step]]:
@@ -378,7 +398,4 @@ def _frozen(table: list[list[int]]) -> tuple[tuple[int, ...], ...]:
 
 def _number(schedule: PipelineSchedule, work: Work) -> str:
     own = work.chunk // schedule.stages
-    return f"{work.microbatch}" + ("" if schedule.chunks == 1 else _letter(own))
-
-
-_letter: Callable[[int], str] = lambda number: "abcdefghijklmnopqrstuvwxyz"[number % 26]  # noqa: E731
+    return f"{work.microbatch}" + ("" if schedule.chunks == 1 else chr(ord("a") + own % 26))

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxmem._util.shown import as_html, as_picture, as_rich, as_text
 from jaxmem.fitting.frontier import Frontier
+from jaxmem.pipeline.schedule import PipelineSchedule
 from jaxmem.report.compare import Comparison
 from jaxmem.report.report import Difference, MemoryReport
 from jaxmem.show import changes, content, table
@@ -69,3 +70,10 @@ def _(value: Frontier, kind: str) -> Any:
     from jaxmem.show.frontier import plot_frontier
 
     return plot_frontier
+
+
+@as_picture.register
+def _(value: PipelineSchedule, kind: str) -> Any:
+    from jaxmem.show.schedule import plot_schedule
+
+    return plot_schedule

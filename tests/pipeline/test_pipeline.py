@@ -236,8 +236,8 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        rngs = {"params": True, "dropout": True}
-        stack = nn.scan(Block, {"params": 0}, split_rngs=rngs, in_axes=nn.broadcast, length=4)
+        rngs, broadcast = {"params": True, "dropout": True}, nn.broadcast
+        stack: Any = nn.scan(Block, {"params": 0}, split_rngs=rngs, in_axes=broadcast, length=4)  # pyright: ignore[reportArgumentType]
         return nn.Dense(2)(stack()(nn.Dense(WIDTH)(x), train)[0])
 
 
