@@ -127,7 +127,8 @@ def pipeline(
     | "interleaved" | (v + 1) S − 1, for 1/v of the layers each | (S − 1) / (v m + S − 1) |
 
     Stages wait for each other after each tick.  In "1f1b" half of them do a forward pass while
-    the others do a backward pass, which takes longer; in all other schedules all do the same.  `explain` gives the time that follows.
+    the others do a backward pass, which takes longer; in all other schedules all do the same.
+    `explain` gives the time that follows.
 
     Args:
       target: returns the mean loss over its rows, a scalar, or a `jaxmem.Weighted`.  None to use
@@ -160,12 +161,12 @@ def pipeline(
       TypeError, ValueError: an option cannot be; at the call: the mesh lacks the axis, the layers
         are fewer than the chunks, the function returns something else, or has no stack.
 
-    Memory on a device: its layers, their gradients in float32 (with "gpipe" in the parameters' own
-    type), the inputs of stages as above and one recomputed stage.  Parameters belong on their
-    stage: split the leading axis of stacked ones, `PartitionSpec("stage")`.  Where the layers do
-    not divide by the stages, or stages are interleaved, they are moved to their stage in each step.
-    Where a value before the layers is read by all of them, such as a mask or an encoder's output,
-    each stage computes it.
+    Memory on a device: its layers, their gradients in `accumulator_dtype`, the inputs of stages as
+    above and one recomputed stage; of what is before and after the layers, each stage holds the
+    parameters and their gradients.  Parameters belong on their stage: split the leading axis of
+    stacked ones, `PartitionSpec("stage")`.  Where layers do not divide by the stages, or stages are
+    interleaved, they are moved to their stage in each step.  What is computed before the layers and
+    read by all of them, such as a mask or an encoder's output, each stage computes.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(params, x):
@@ -205,7 +206,9 @@ class Pipelined:
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        mesh = self._mesh()
+        return self._traced(self._value, args, kwargs)
+
+    def _value(self, mesh: Any, args: Any, kwargs: Any) -> jax.Array:
         call, parts = self._parts(mesh, args, kwargs)
         operands = _Operands(call)
         scales, weights = _scales(call, parts, operands)
@@ -221,21 +224,15 @@ class Pipelined:
 
         Nothing is compiled.  Arguments may be `jax.ShapeDtypeStruct`s.
         """
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        flags = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
         found: list[PipelinePlan] = []
 
-        def look(*given: Any) -> None:
-            own = iter(given)
-            full = [next(own) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-            args, kwargs = tree.unflatten(full)
-            mesh = self._mesh()
+        def look(mesh: Any, args: Any, kwargs: Any) -> jax.Array:
             _, parts = self._parts(mesh, args, kwargs)
             with self._inside(mesh):
                 found.append(_plan(parts))
+            return jnp.zeros(())
 
-        arrays = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
-        jax.eval_shape(look, *arrays)
+        _abstract(lambda *args, **kwargs: self._traced(look, args, kwargs), args, kwargs)
         return found[0]
 
     # ------------------------------------------------------------ implementation
@@ -258,6 +255,30 @@ class Pipelined:
         _check_mesh(mesh, axis)
         # Inside of another shard_map only the mesh that is set there will do.
         return here if axis in here.axis_names else mesh
+
+    def _traced(self, run: Callable[..., jax.Array], args: Any, kwargs: Any) -> jax.Array:
+        """A function of the mesh and a call, on a mesh whose axes the compiler sees to."""
+        mesh = self._mesh()
+        explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+        if explicit not in mesh.axis_types:
+            return run(mesh, args, kwargs)
+        kinds = tuple(auto if kind == explicit else kind for kind in mesh.axis_types)
+        if isinstance(mesh, jax.sharding.Mesh):
+            inner: Any = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+        else:
+            inner = mesh.update_axis_types(dict(zip(mesh.axis_names, kinds, strict=True)))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        flags = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+
+        def of_arrays(*arrays: Any) -> jax.Array:
+            args, kwargs = tree.unflatten(_filled(leaves, flags, arrays))
+            return run(inner, args, kwargs)
+
+        arrays = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+        outer: Any = getattr(mesh, "abstract_mesh", mesh)
+        as_auto: Any = jax.sharding.auto_axes(of_arrays, out_sharding=PartitionSpec())
+        with jax.sharding.use_abstract_mesh(outer):
+            return as_auto(*arrays)
 
     def _inside(self, mesh: Any) -> contextlib.AbstractContextManager[Any]:
         """What is traced where it is open may run on the stages: types of arrays tell the mesh."""
@@ -325,6 +346,24 @@ class Pipelined:
 
 
 # ---------------------------------------------------------------- the call
+
+
+def _filled(leaves: Sequence[Any], flags: Sequence[bool], given: Iterable[Any]) -> list[Any]:
+    """Leaves, those that are flagged replaced."""
+    own = iter(given)
+    return [next(own) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+
+
+def _abstract(run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Trace a call with arrays, or types of arrays."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    flags = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
+
+    def flat(*given: Any) -> Any:
+        args, kwargs = tree.unflatten(_filled(leaves, flags, given))
+        return run(*args, **kwargs)
+
+    jax.eval_shape(flat, *(leaf for leaf, flag in zip(leaves, flags, strict=True) if flag))
 
 
 class _Operands:

@@ -113,7 +113,7 @@ def alone(model: Model, rows: int) -> Any:
 
 
 def check(model: Model, rows: int, stages: int, **options: Any) -> None:
-    pipelined = jaxmem.pipeline(model.loss, mesh=mesh_of(stage=stages), **options)
+    pipelined = jaxmem.pipeline(model.loss, **{"mesh": mesh_of(stage=stages), **options})
     found = jax.jit(jax.value_and_grad(pipelined))(model.params, tokens(rows))
     near(found, alone(model, rows))
 
@@ -171,6 +171,17 @@ def test_random_models(
 )
 def test_chosen_models(model: Model, stages: int, rows: int, options: Any) -> None:
     check(model, rows, stages, **{"microbatches": 4, **options})
+
+
+def test_a_mesh_with_explicit_axes() -> None:
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Explicit,) * 2)
+    model, batch = Model(4), jax.device_put(tokens(4), NamedSharding(mesh, P("data")))
+    params = jax.device_put(model.params, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        pipelined = jaxmem.pipeline(model.loss, microbatches=2)
+        assert pipelined.explain(params, batch).rows == (2,)
+        found = jax.jit(jax.value_and_grad(pipelined))(params, batch)
+    near(found, alone(model, 4))
 
 
 def test_the_value_alone_and_with_gradients_of_some() -> None:
