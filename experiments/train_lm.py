@@ -10,6 +10,7 @@ Over several devices, and over several processes of this machine's CPU:
 
     python experiments/train_lm.py --mesh data=2,fsdp=2 --devices-per-process 4
     python experiments/train_lm.py --mesh data=2,fsdp=2 --processes 4
+    python experiments/train_lm.py --mesh stage=2 --processes 2 --accum 4    # a pipeline
 
 Under a cluster's launcher each process is started with `--cluster`, and jax finds
 the others (`jax.distributed.initialize()` without arguments) by what is set there:

@@ -97,7 +97,8 @@ class Config:
     dry_run: bool = False
     """Show sizes, plans and compiled memory; train nothing and write nothing."""
     mesh: str | None = None
-    """Devices along each axis, as data=2,fsdp=2,tensor=1; with several processes all on data."""
+    """Devices along each axis, as data=2,fsdp=2,tensor=1; with several processes all on data.
+    With stage=2 layers are a pipeline in two stages, through which --accum microbatches go."""
     processes: int | None = None
     """Start so many processes on this machine, which train together on its CPU."""
     devices_per_process: int | None = None
@@ -214,6 +215,11 @@ class Config:
                 f"--state {self.state} is for one device: what is outside of a device's memory "
                 "is not split over a mesh; pass --state float32 or 8bit, and fsdp in --mesh"
             )
+        if "stage" in (self.mesh or "") and self.fused:
+            raise UserError(
+                "--fused updates layers in the backward pass of one device, and stage= in --mesh "
+                "makes a pipeline of several; leave one of them out"
+            )
         try:
             # Of a cluster the devices are not known before its processes have found one another.
             if self.mesh is not None or self.processes is not None:
@@ -231,6 +237,7 @@ class Config:
             accum=self.accum,
             width=self.width,
             heads=self.heads,
+            layers=self.layers,
         )
 
     def check_devices(self) -> None:

@@ -1,10 +1,10 @@
-"""Where the arrays of a run live: a mesh with the axes data, fsdp and tensor.
+"""Where the arrays of a run live: a mesh with the axes data, fsdp, tensor and stage.
 
 `data` and `fsdp` split the sequences of a batch.  `fsdp` splits parameters and
 the optimizer's state as well (ZeRO's third stage, arXiv 1910.02054), `tensor`
 splits attention heads and the width of the feed-forward branch (Megatron-LM,
 arXiv 1909.08053).  The compiler places the collectives, from these shardings
-alone.
+alone.  `stage` splits the stack of layers, which then is a pipeline (`jaxmem.pipeline`).
 
 Known gap: queries, keys and values come out of one matrix, so a split of its
 columns over `tensor` cuts across the three, and the compiler moves them.
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "stage")
 EXAMPLE = "data=2,fsdp=2,tensor=1"
 
 # ---------------------------------------------------------------- types
@@ -37,6 +37,7 @@ class Sizes:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    stage: int = 1
 
     @property
     def devices(self) -> int:
@@ -48,7 +49,8 @@ class Sizes:
         return self.data * self.fsdp
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
+        shown = AXES if self.stage > 1 else AXES[:-1]
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in shown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Layout:
     """The shardings of a run's arrays over its mesh."""
 
     mesh: Mesh
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.shape["stage"]
 
     @property
     def replicated(self) -> NamedSharding:
@@ -133,8 +139,15 @@ def check_devices(sizes: Sizes, processes: int, devices: int) -> None:
     )
 
 
-def check_model(sizes: Sizes, *, batch: int, accum: int, width: int, heads: int) -> None:
+def check_model(
+    sizes: Sizes, *, batch: int, accum: int, width: int, heads: int, layers: int
+) -> None:
     """Raises `MeshError` if a batch or the model cannot be split so."""
+    if layers % sizes.stage:
+        raise MeshError(
+            f"stage={sizes.stage} of --mesh {sizes} does not divide --layers {layers}, of which "
+            "each stage holds as many; pass --layers that are a multiple of it, or another stage"
+        )
     if batch % (accum * sizes.rows):
         part = "--batch" if accum == 1 else f"a microbatch (--batch {batch} in --accum {accum})"
         size = f"{batch / accum:g}"
@@ -184,6 +197,8 @@ def _split(names: list[str], shape: tuple[int, ...], sizes: dict[str, int]) -> P
     spec: list[str | None] = [None] * len(shape)
     # A stack's first dimension is its layers, which the scan goes through one by one.
     free = list(range("blocks" in names, len(shape)))
+    if "blocks" in names and shape and sizes["stage"] > 1:
+        spec[0] = "stage"
     tensor = next(
         (dim for pair, dim in _TENSOR.items() if tuple(names[-2:]) == pair and len(free) >= -dim),
         None,

@@ -237,6 +237,8 @@ def _step(config: Config, loss: Callable[..., Any]) -> Callable[..., Any]:
 
         return sending_signs
     value_and_grad = jaxmem.value_and_grad(loss, **options)
+    if (layout := config.layout) is not None and layout.stages > 1:
+        value_and_grad = _in_stages(config, loss, layout, options)
 
     def step(state: State, tokens: jax.Array, key: jax.Array) -> Any:
         (value, aux), gradient = value_and_grad(state.params, tokens, key)
@@ -244,6 +246,24 @@ def _step(config: Config, loss: Callable[..., Any]) -> Callable[..., Any]:
         return State(optax.apply_updates(state.params, change), held), value, aux.weight
 
     return step
+
+
+def _in_stages(
+    config: Config, loss: Callable[..., Any], layout: Layout, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """As `jaxmem.value_and_grad` with these options, the layers on several devices."""
+    names = ("microbatches", "rng_argnums", "accumulator_dtype")
+    own = {name: options[name] for name in names if name in options}
+    value_and_grad = jax.value_and_grad(jaxmem.pipeline(loss, mesh=layout.mesh, **own))
+
+    def run(params: Any, tokens: jax.Array, key: jax.Array) -> Any:
+        value, gradient = value_and_grad(params, tokens, key)
+        weight: Any = len(tokens)
+        if config.ragged:
+            weight = (tokens[:, 1:] != data.PADDING).sum()
+        return (value, jaxmem.BatchAux(None, jnp.asarray(weight, value.dtype))), gradient
+
+    return run
 
 
 def _architecture(config: Config) -> Config:

@@ -1,9 +1,11 @@
 """What all executors share: a pipeline as one device sees it, inside of `shard_map`."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -11,7 +13,9 @@ from jax import lax
 from jaxmem.accumulate import devices
 from jaxmem.accumulate.split import microbatch
 from jaxmem.pipeline.schedule import PipelineSchedule
-from jaxmem.pipeline.stage import Message, Stages
+from jaxmem.pipeline.stage import Message, Stages, select
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------- types
 
@@ -46,6 +50,7 @@ class Program:
       total: microbatches of the batch; one alone uses random keys as they are.
       recompute: whether a stage is recomputed from its input.
       dtype: what gradients are summed in; None for that of each parameter.
+      branches: whether stages may take different branches.
     """
 
     stages: Stages
@@ -55,6 +60,7 @@ class Program:
     total: int
     recompute: bool
     dtype: np.dtype | None
+    branches: bool
 
     @property
     def last_chunk(self) -> int:
@@ -67,6 +73,12 @@ class Program:
         if self.total > 1:
             keys = [devices.fold_in(key, self.first + index) for key in keys]
         return [*inputs.shared, *rows, *keys]
+
+    def either(self, flag: Any, run: Callable[[], T], other: Callable[[], T]) -> T:
+        """What one of two functions gives; where stages may not branch, both are computed."""
+        if self.branches:
+            return lax.cond(flag, run, other)
+        return jax.tree.map(lambda a, b: select(flag, a, b), run(), other())
 
     def forwards(self, message: Message) -> Message:
         """What the stage before sent; the first one gets it from the last."""
@@ -86,7 +98,8 @@ class Program:
 
 def entering(program: Program, operands: Sequence[Any], received: Message, chunk: Any) -> Message:
     """What a chunk begins with: the first one from the batch, others from what was received."""
-    return lax.cond(chunk == 0, lambda: program.stages.begin(operands), lambda: list(received))
+    begin = functools.partial(program.stages.begin, operands)
+    return program.either(chunk == 0, begin, lambda: list(received))
 
 
 def loss_dtype(program: Program, scales: Sequence[Any]) -> Any:

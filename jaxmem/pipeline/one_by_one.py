@@ -4,6 +4,10 @@ In a tick a stage does the forward pass of a microbatch, the backward pass of an
 the schedule's table says.  Of a forward pass its input is kept, until the backward pass recomputes
 the chunk from it: with GPipe the inputs of all microbatches, with 1F1B no more than there are
 stages.  Gradients are added up in place, layer by layer.
+
+Where the compiler splits what a stage computes over other mesh axes, devices have to meet in all of
+its collectives, and stages must not take different branches.  Then all of them compute in each
+tick, and what is not asked for is left out of the sums.
 """
 
 import functools
@@ -56,7 +60,11 @@ class _State(NamedTuple):
 
 
 class _Tick(NamedTuple):
-    """This stage's column of the schedule, an entry for each tick; −1 for none."""
+    """This stage's column of the schedule, an entry for each tick; −1 for none.
+
+    Attributes:
+      any_forward, any_backward: whether any stage has such a pass.
+    """
 
     forward: Any
     forward_chunk: Any
@@ -67,6 +75,8 @@ class _Tick(NamedTuple):
     cotangent_place: Any
     input_received: Any
     cotangent_received: Any
+    any_forward: Any
+    any_backward: Any
 
 
 # ---------------------------------------------------------------- API
@@ -110,12 +120,16 @@ def _run(
     def tick(state: _State, now: _Tick) -> tuple[_State, None]:
         kept = _received(state.inputs, state.sent, now.input_received)
         back = _received(state.cotangents, state.sent_back, now.cotangent_received)
-        message, loss = _forward(program, local, kept, now, wanted is None)
+        forward = functools.partial(_forward, program, local, kept, now, wanted is None)
+        if program.branches:
+            message, loss = forward()
+        else:
+            message, loss = lax.cond(now.any_forward, forward, lambda: (empty, zero))
         loss = state.loss + loss
         sums, sent_back = state.sums, state.sent_back
         if backward is not None:
             sums, sent_back, loss = _only_if(
-                now.backward >= 0,
+                now.backward >= 0 if program.branches else now.any_backward,
                 functools.partial(backward, kept, back, now),
                 (sums, sent_back, loss),
             )
@@ -144,20 +158,22 @@ def _forward(
       is_alone: whether no backward pass follows; where one does, it makes what leaves the last
         chunk itself.
     """
-    is_last = now.forward_chunk == program.last_chunk
+    index, chunk = jnp.maximum(now.forward, 0), jnp.maximum(now.forward_chunk, 0)
+    is_there, is_last = now.forward >= 0, chunk == program.last_chunk
     zero = jnp.zeros((), loss_dtype(program, inputs.scales))
 
     def pass_on() -> tuple[Message, jax.Array]:
-        operands = program.operands(inputs, now.forward)
-        message = entering(program, operands, _held(kept, now.forward_place), now.forward_chunk)
-        params = _of_chunk(program, inputs.params, now.forward_chunk)
-        message = program.stages.layers(params, operands, message, now.forward_chunk)
+        operands = program.operands(inputs, index)
+        message = entering(program, operands, _held(kept, now.forward_place), chunk)
+        params = _of_chunk(program, inputs.params, chunk)
+        message = program.stages.layers(params, operands, message, chunk)
         if not is_alone:
             return message, zero
         last = functools.partial(program.stages.loss, operands, message, inputs.scales)
-        return message, lax.cond(is_last, last, lambda: zero)
+        return message, program.either(is_there & is_last, last, lambda: zero)
 
-    is_there = now.forward >= 0
+    if not program.branches:
+        return pass_on()
     is_there = is_there if is_alone else is_there & ~is_last
     return lax.cond(is_there, pass_on, lambda: (program.stages.empty(), zero))
 
@@ -179,27 +195,47 @@ class _Backward:
     def __call__(
         self, kept: Message, back: list[Any], now: _Tick, state: tuple[Gradients, list[Any], Any]
     ) -> tuple[Gradients, list[Any], Any]:
-        sums, _, loss = state
+        sums, received, loss = state
         program, inputs = self.program, self.inputs
-        chunk = now.backward_chunk
-        operands = program.operands(inputs, now.backward)
+        index, chunk = jnp.maximum(now.backward, 0), jnp.maximum(now.backward_chunk, 0)
+        is_there, is_first, is_last = now.backward >= 0, chunk == 0, chunk == program.last_chunk
+        operands = program.operands(inputs, index)
         message = entering(program, operands, _held(kept, now.backward_place), chunk)
         message, pull = self._layers(operands, message, chunk)
+        received = _held(back, now.cotangent_place)
 
         def last(state: Any) -> Any:
-            shared, _, loss = state
-            share, shared, cotangent = self._last(operands, message, shared)
+            shared, received, loss = state
+            share, shared, cotangent = self._last(operands, message, shared, is_there & is_last)
+            if not program.branches:
+                share = jnp.where(is_there & is_last, share, 0)
+                cotangent = [
+                    jnp.where(is_last, a, b) for a, b in zip(cotangent, received, strict=True)
+                ]
             return shared, cotangent, loss + share
 
-        cotangent = _held(back, now.cotangent_place)
-        shared, cotangent, loss = _only_if(
-            chunk == program.last_chunk, last, (sums.shared, cotangent, loss)
-        )
+        shared, cotangent, loss = self._only_if(is_last, last, (sums.shared, received, loss))
         own = _of_chunk(program, sums.params, chunk)
-        own, shared, cotangent = pull(cotangent, own, shared)
-        shared = _only_if(chunk == 0, lambda sums: self._first(operands, cotangent, sums), shared)
+        own, shared, cotangent = pull(cotangent, own, shared, is_there)
+        first = functools.partial(self._first, operands, cotangent, is_there & is_first)
+        shared = self._only_if(is_first, first, shared)
         params = _with_chunk(program, sums.params, own, chunk)
         return Gradients(params, shared), cotangent, loss
+
+    def _only_if(self, flag: Any, run: Callable[[T], T], state: T) -> T:
+        return _only_if(flag, run, state) if self.program.branches else run(state)
+
+    def _added(self, rows: Any, gradient: Any, counts: Any) -> Any:
+        """A sum with a gradient added, if it counts; it may be NaN if it does not."""
+        if not self.program.branches:
+            gradient = jnp.where(counts > 0, gradient, jnp.zeros((), gradient.dtype))
+        return rows + gradient.astype(rows.dtype)
+
+    def _plus(
+        self, sums: list[Any], places: Sequence[int], own: Sequence[Any], counts: Any
+    ) -> list[Any]:
+        new = [self._added(sums[k], g, counts) for k, g in zip(places, own, strict=True)]
+        return _with(sums, places, new)
 
     def _layers(self, operands: list[Any], message: Message, chunk: Any) -> Any:
         """The chunk recomputed, and its pull-back, which adds gradients of layers in place."""
@@ -224,7 +260,7 @@ class _Backward:
             full = list(flat)
             for number, value in zip(alone, given, strict=True):
                 full[number] = value
-            outs, held, factor = inplace.evaluate(stacked, full, held, factor, _added)
+            outs, held, factor = inplace.evaluate(stacked, full, held, factor, self._added)
             outs = [_jax.as_array(out, aval) for out, aval in zip(
                 outs, closed.out_avals, strict=True)]  # fmt: skip
             return ([outs[k] for k in floats], held, factor), outs
@@ -234,21 +270,25 @@ class _Backward:
                 for number in inside}  # fmt: skip
         _, pulled, message = jax.vjp(of, [flat[n] for n in alone], like, one, has_aux=True)
 
-        def pull(cotangent: list[Any], sums: list[Any], shared: list[Any]) -> Any:
+        def pull(cotangent: list[Any], sums: list[Any], shared: list[Any], flag: Any) -> Any:
             held = {number: sums[number] for number in inside}
-            found, held, _ = pulled((cotangent, held, one))
+            counts = flag.astype(one.dtype)
+            found, held, _ = pulled((cotangent, held, counts))
             gradients = dict(zip(alone, found, strict=True))
-            sums, shared = list(sums), list(shared)
+            sums = list(sums)
             for number in self.diff_params:
-                sums[number] = held[number] if number in held else _added(
-                    sums[number], gradients[number])  # fmt: skip
-            for number in self.in_layers:
-                shared[number] = _added(shared[number], gradients[count + number])
+                sums[number] = (
+                    held[number]
+                    if number in held
+                    else self._added(sums[number], gradients[number], counts)
+                )
+            own = [gradients[count + number] for number in self.in_layers]
+            shared = self._plus(shared, self.in_layers, own, counts)
             return sums, shared, [gradients[place] for place in diff_message]
 
         return message, pull
 
-    def _last(self, operands: list[Any], message: Message, shared: list[Any]) -> Any:
+    def _last(self, operands: list[Any], message: Message, shared: list[Any], counts: Any) -> Any:
         """What is after the last layer: its value, its gradients added, and the cotangent."""
         stages = self.program.stages
         floats = [k for k, flag in enumerate(stages.is_float) if flag]
@@ -262,9 +302,11 @@ class _Backward:
         share, (own, cotangent) = jax.value_and_grad(loss, (0, 1))(
             [operands[number] for number in self.at_last], [message[k] for k in floats]
         )
-        return share, _plus(shared, self.at_last, own), cotangent
+        return share, self._plus(shared, self.at_last, own, counts), cotangent
 
-    def _first(self, operands: list[Any], cotangent: list[Any], shared: list[Any]) -> list[Any]:
+    def _first(
+        self, operands: list[Any], cotangent: list[Any], counts: Any, shared: list[Any]
+    ) -> list[Any]:
         """What is before the first layer: its gradients added."""
         if not self.at_first:
             return shared
@@ -275,7 +317,7 @@ class _Backward:
 
         _, pull = jax.vjp(begin, [operands[number] for number in self.at_first])
         (own,) = pull(cotangent)
-        return _plus(shared, self.at_first, own)
+        return self._plus(shared, self.at_first, own, counts)
 
 
 # ---------------------------------------------------------------- implementation
@@ -299,13 +341,16 @@ def _column(
     def own(table: Any) -> jax.Array:
         return jnp.asarray(np.array(table, np.int32))[:, stage]
 
+    def some(table: tuple[Row, ...]) -> jax.Array:
+        return jnp.asarray([any(work is not None for work in row) for row in table])
+
     def works(table: tuple[Row, ...], which: int) -> jax.Array:
         return own([[-1 if work is None else work[which] for work in row] for row in table])
 
     return _Tick(
         works(forward, 0), works(forward, 1), own(held.forward),
         works(backward, 0), works(backward, 1), own(held.backward), own(held_back.backward),
-        own(held.received), own(held_back.received),
+        own(held.received), own(held_back.received), some(forward), some(backward),
     )  # fmt: skip
 
 
@@ -359,16 +404,8 @@ def _zeros(program: Program, inputs: Inputs, wanted: Gradients) -> Gradients:
     )
 
 
-def _added(rows: Any, gradient: Any, factor: Any = None) -> Any:
-    return rows + gradient.astype(rows.dtype)
-
-
 def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     found = list(values)
     for place, value in zip(places, new, strict=True):
         found[place] = value
     return found
-
-
-def _plus(sums: list[Any], places: Sequence[int], own: Sequence[Any]) -> list[Any]:
-    return _with(sums, places, [_added(sums[k], g) for k, g in zip(places, own, strict=True)])

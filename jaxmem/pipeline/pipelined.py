@@ -128,7 +128,9 @@ def pipeline(
 
     Stages wait for each other after each tick.  In "1f1b" half of them do a forward pass while
     the others do a backward pass, which takes longer; in all other schedules all do the same.
-    `explain` gives the time that follows.
+    `explain` gives the time that follows.  With other axes in the mesh, all stages compute in each
+    tick: the compiler's collectives want it.  Each then computes as well what is before and after
+    the layers, and "1f1b" takes twice the time of "eager-1f1b".
 
     Args:
       target: returns the mean loss over its rows, a scalar, or a `jaxmem.Weighted`.  None to use
@@ -144,7 +146,8 @@ def pipeline(
       layers: how many each chunk has, in the order of the layers; "cost" for sizes by which the
         slowest stage is fastest, with what is before and after the layers counted.  None for equal
         sizes if layers divide by the chunks, and for "cost" otherwise.
-      recompute: False for "gpipe" with everything kept that the policy keeps, of all microbatches.
+      recompute: False for "gpipe" with everything kept that the policy keeps, of all microbatches;
+        on a mesh of stages alone.
       where: which of several stacks: a predicate on `jaxmem.LayerStack`, or its index.
       batch_argnums: arguments whose leaves are split along their leading axis.
       rng_argnums: arguments that are random keys; each microbatch gets one of its own.
@@ -320,14 +323,23 @@ class Pipelined:
             found, consts, is_mean = traced()
             policy = _policy(options, found)
             sizes = _sizes(options, found, stages, is_mean)
+        others = set(mesh.axis_names) - {options.axis, *_manual(mesh)}
+        branches = all(mesh.shape[axis] == 1 for axis in others)
+        if not (branches or options.recompute):
+            raise ValueError(
+                f"recompute=False is for a mesh of stages alone, and this one is {dict(mesh.shape)}"
+                f"; leave recompute= out, or pass a mesh whose axes but {options.axis!r} have one "
+                "device"
+            )
         program = Program(
-            Stages(found, sizes, policy, is_mean),
+            Stages(found, sizes, policy, is_mean, branches),
             options.axis,
             PipelineSchedule.of(options.schedule, stages, group.count, options.chunks),
             group.first,
             call.split.microbatches,
             options.recompute,
             options.accumulator_dtype,
+            branches,
         )
         return _Part(group, program, consts, functools.cache(lambda: traced()[0]))
 
@@ -682,6 +694,7 @@ def _plan(parts: Sequence[_Part]) -> PipelinePlan:
         repr(policy),
         # Two for the gradients, one for a stage that is recomputed, and one for its layers.
         2.0 + first.recompute + (not isinstance(policy, NoRemat)),
+        first.branches,
     )
 
 
@@ -748,6 +761,12 @@ def _checked(
         numbers("batch_argnums", batch_argnums), numbers("rng_argnums", rng_argnums),
         floating("accumulator_dtype", accumulator_dtype), mesh,
     )  # fmt: skip
+
+
+def _manual(mesh: Any) -> list[str]:
+    manual = jax.sharding.AxisType.Manual
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [axis for axis, kind in kinds if kind == manual]
 
 
 def _check_mesh(mesh: Any, axis: str) -> None:

@@ -38,6 +38,8 @@ class PipelinePlan:
         so that each has room for as many as the first.
       policy: what layers keep while a stage is recomputed or differentiated.
       backward: what a backward pass takes, in forward passes, recomputation included.
+      branches: whether a stage computes no more than is asked of it; with other axes in the mesh
+        all stages compute the same in each tick.
     """
 
     schedules: tuple[PipelineSchedule, ...]
@@ -47,6 +49,7 @@ class PipelinePlan:
     held_bytes: int
     policy: str
     backward: float
+    branches: bool
 
     @property
     def ticks(self) -> int:
@@ -64,7 +67,9 @@ class PipelinePlan:
     def slowdown(self) -> float:
         """The time of all ticks over that without a bubble, all stages being equal."""
         passes = sum(schedule.microbatches * schedule.chunks for schedule in self.schedules)
-        spans = sum(schedule.span(1, self.backward) for schedule in self.schedules)
+        spans = sum(
+            schedule.span(1, self.backward, not self.branches) for schedule in self.schedules
+        )
         return spans / (passes * (1 + self.backward))
 
     @property

@@ -114,19 +114,20 @@ class PipelineSchedule:
         """
         return 1 - 2 * self.microbatches * self.chunks / self.span(1, 1)
 
-    def span(self, forward: float, backward: float) -> float:
+    def span(self, forward: float, backward: float, is_uniform: bool = False) -> float:
         """The time that all ticks take, if each waits for its slowest stage.
 
         Args:
           forward, backward: the time of a pass through one chunk.
+          is_uniform: whether all stages do in a tick what any of them does.
         """
-        return sum(
-            max(
-                (a is not None) * forward + (b is not None) * backward
-                for a, b in zip(*rows, strict=True)
-            )
-            for rows in zip(self.forward, self.backward, strict=True)
-        )
+        total = 0.0
+        for rows in zip(self.forward, self.backward, strict=True):
+            works = [(a is not None, b is not None) for a, b in zip(*rows, strict=True)]
+            if is_uniform:
+                works = [tuple(map(any, zip(*works, strict=True)))]
+            total += max(a * forward + b * backward for a, b in works)
+        return total
 
     @functools.cached_property
     def in_flight(self) -> tuple[int, ...]:

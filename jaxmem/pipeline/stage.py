@@ -41,6 +41,7 @@ class Stages:
       cut: the function.
       sizes: layers of each chunk.
       policy: what the layers of a stage keep while it is recomputed, or differentiated.
+      branches: whether a stage may skip a layer that it does not have, by a branch.
       is_mean: whether the function's one result is a mean; else its results are totals and then
         their weights.
     """
@@ -49,6 +50,7 @@ class Stages:
     sizes: tuple[int, ...]
     policy: Policy | Plan
     is_mean: bool
+    branches: bool = True
 
     @property
     def room(self) -> int:
@@ -144,7 +146,7 @@ class Stages:
         own = iter([x[jnp.minimum(rows, cut.length - 1)] for x in own])
         given = iter(params)
         xs = [next(given) if flag else next(own) for flag in cut.is_parameter]
-        body = body if self.is_even else _skipping(body)
+        body = body if self.is_even else _skipping(body, self.branches)
         xs += [] if self.is_even else [rows < cut.length]
         form = Form(body, self.room, False, cut.unroll)
         outs = _run(Stack(form, self.policy, cut.info), [*consts, *carry, *xs])
@@ -174,6 +176,36 @@ class Stages:
         return functools.reduce(jnp.add, parts)
 
 
+# ---------------------------------------------------------------- API
+
+
+def select(flag: Any, a: Any, b: Any) -> Any:
+    """`jnp.where` for one flag.
+
+    jax's own derivative of it fails inside of `shard_map` on values with a constraint on their
+    sharding, whose types tell of the mesh outside.
+    """
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return jnp.where(flag, a, b)
+    return _select(flag, a, b)
+
+
+@jax.custom_vjp
+def _select(flag: Any, a: Any, b: Any) -> Any:
+    return jnp.where(flag, a, b)
+
+
+def _select_forward(flag: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    return jnp.where(flag, a, b), flag
+
+
+def _select_backward(flag: Any, cotangent: Any) -> tuple[None, Any, Any]:
+    zero = jnp.zeros((), cotangent.dtype)
+    return None, jnp.where(flag, cotangent, zero), jnp.where(flag, zero, cotangent)
+
+
+_select.defvjp(_select_forward, _select_backward)
+
 # ---------------------------------------------------------------- implementation
 
 
@@ -194,7 +226,7 @@ def _received(value: Any, aval: Any) -> Any:
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(aval))
 
 
-def _skipping(body: Body) -> Body:
+def _skipping(body: Body, branches: bool) -> Body:
     """The layer with one input more, which says whether it is there at all."""
     _, ys = body.split_out(body.jaxpr.out_avals)
 
@@ -209,7 +241,10 @@ def _skipping(body: Body) -> Body:
         def nothing(consts: Any, carry: Any, x: Any) -> list[Any]:
             return [*carry, *(_jax.unfilled(y, 1)[0] for y in ys)]
 
-        return lax.cond(is_there, layer, nothing, consts, carry, x)
+        if branches:
+            return lax.cond(is_there, layer, nothing, consts, carry, x)
+        both = zip(layer(consts, carry, x), nothing(consts, carry, x), strict=True)
+        return [select(is_there, a, b) for a, b in both]
 
     flag = jax.typeof(jnp.zeros((), jnp.bool_))
     return Body(_jax.trace(flat, [*body.jaxpr.in_avals, flag]), body.num_consts, body.num_carry)

@@ -127,6 +127,32 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
     assert (losses(resumed)[30:] != losses(unbroken)[30:]).any()  # it was computed anew
 
 
+def test_stages_train_as_one_device(tmp_path: Path) -> None:
+    """Beside data and tensor axes, with padding: microbatches of unlike weights."""
+    options: dict[str, Any] = SMALL | {
+        "compare": False, "steps": 6, "eval_every": 3, "accum": 2, "ragged": True,
+    }  # fmt: skip
+    train_lm.main(Config(**options, workdir=tmp_path / "alone"))
+    train_lm.main(Config(**options, workdir=tmp_path / "stages", mesh="data=2,tensor=2,stage=2"))
+    found, expected = (metrics(tmp_path / name) for name in ("stages", "alone"))
+    for name in ("loss", "held_out_loss"):
+        both = ([row.get(name, 0) for row in rows] for rows in (found, expected))
+        np.testing.assert_allclose(*both, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_for_each_stage(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 6, "eval_every": 3, "accum": 2}
+    done = subprocess.run(
+        command(tmp_path / "stages", **options, processes=2, mesh="stage=2"),
+        env=environment(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    train_lm.main(Config(**(SMALL | options), compare=False, workdir=tmp_path / "alone"))
+    both = (losses(tmp_path / name) for name in ("stages", "alone"))
+    np.testing.assert_allclose(*both, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("number", "by", "said"),
     [
@@ -295,7 +321,7 @@ def test_under_a_launcher_one_comes_late_and_each_survivor_says_which_was_lost(
         (
             {"mesh": "data=2,model=4"},
             "--mesh data=2,model=4: 'model' is no axis, the model knows how to split itself over "
-            "data, fsdp, tensor only; pass for example --mesh data=2,fsdp=2,tensor=1",
+            "data, fsdp, tensor, stage only; pass for example --mesh data=2,fsdp=2,tensor=1",
         ),
         ({"mesh": "data=2,data=4"}, "--mesh data=2,data=4: data has two sizes; pass one"),
         ({"mesh": "data=0"}, "--mesh data=0: the size of data is '0', and an axis has at least"),
@@ -313,6 +339,16 @@ def test_under_a_launcher_one_comes_late_and_each_survivor_says_which_was_lost(
         (
             {"mesh": "data=4", "accum": 4},
             "a microbatch (--batch 8 in --accum 4) has 2 sequences, which data × fsdp = 4 devices",
+        ),
+        (
+            {"mesh": "stage=8", "layers": 4},
+            "stage=8 of --mesh data=1,fsdp=1,tensor=1,stage=8 does not divide --layers 4, of which "
+            "each stage holds as many; pass --layers that are a multiple of it, or another stage",
+        ),
+        (
+            {"mesh": "stage=8", "layers": 8, "fused": True},
+            "--fused updates layers in the backward pass of one device, and stage= in --mesh makes "
+            "a pipeline of several; leave one of them out",
         ),
         (
             {"mesh": "tensor=8", "heads": 4},

@@ -329,3 +329,26 @@ def test_beside_data_and_tensor_axes(is_set: bool) -> None:
     near(found, expected)
     for name, gradient in found[1].items():
         assert gradient.sharding.spec[0] == "stage", name
+
+
+@pytest.mark.parametrize("axes", [{"stage": 3}, {"stage": 3, "data": 2}], ids=str)
+def test_what_idle_stages_compute_is_in_no_sum(axes: dict[str, int]) -> None:
+    """Nor are layers that are not there: at zero the derivative of these is NaN.
+
+    With other axes in the mesh, all stages compute in each tick.
+    """
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> Any:
+            h = h / jnp.sqrt(jnp.square(h).sum(-1, keepdims=True))
+            return h + jnp.tanh(h @ w), (h * w.sum()).mean()
+
+        h, ys = jax.lax.scan(layer, x @ params["in"], params["w"])
+        return jnp.square(h @ params["in"].T - x).mean() + ys.sum()
+
+    params, x = {"in": normal(0, 4, WIDTH), "w": normal(1, 5, WIDTH, WIDTH)}, normal(2, 6, 4)
+    expected = jax.jit(jax.value_and_grad(loss))(params, x)
+    pipelined = jaxmem.pipeline(loss, microbatches=3, mesh=mesh_of(**axes))
+    assert pipelined.explain(params, x).branches == (len(axes) == 1)
+    near(jax.jit(jax.value_and_grad(pipelined))(params, x), expected)
+    near(jax.jit(pipelined)(params, x), expected[0])

@@ -116,6 +116,11 @@ def test_options(options: Any, kind: type[Exception], text: str) -> None:
             "'stage', or fewer chunks",
         ),
         (
+            {"schedule": "gpipe", "recompute": False},
+            "recompute=False is for a mesh of stages alone, and this one is {'stage': 2, 'data': "
+            "4}; leave recompute= out, or pass a mesh whose axes but 'stage' have one device",
+        ),
+        (
             {"layers": (1, 2)},
             "layers=(1, 2) has 2 sizes with the sum 3, and there are 4 layers in 2 chunks; pass 2 "
             'sizes with the sum 4, or layers="cost"',
