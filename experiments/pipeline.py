@@ -294,6 +294,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.plot(xs, ys, marker="o", color=colour, label=way)
         counts = sorted({row.microbatches for row in rows})
         axes.set_xticks(counts, map(str, counts))
+        axes.set_yticks([250, 1000, 4000, 16000, 64000], ["250", "1000", "4000", "16000", "64000"])
         axes.minorticks_off()
         axes.set_xlabel("microbatches")
         axes.set_ylabel("temporaries of one H100, MiB")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import _jax, policies
 from jaxmem.accumulate.call import Call, take_apart
@@ -350,6 +350,8 @@ class Pipelined:
         stages = program.schedule.stages
         shared = [*part.consts, *operands.shared]
         stacked = _stacked(part, [*shared, *operands.nothing_of_microbatch])
+        if program.stages.cut.length % stages == 0 and _jax.is_staged():
+            stacked = [_along(mesh, program.axis, x) for x in stacked]
         inputs = Inputs(
             program.stages.arranged(stacked, stages), shared, operands.rows(part.group),
             operands.keys, scales,
@@ -415,6 +417,16 @@ def _stacked(part: _Part, operands: Sequence[Any]) -> list[Any]:
         return [operands[places[x]] for x in cut.parameters]
     outside = part.outside()
     return outside.evaluate(operands, outside.parameters)
+
+
+def _along(mesh: Any, axis: str, x: jax.Array) -> jax.Array:
+    """Stacked parameters, and with them their gradient, in equal shares over the stages.
+
+    Where stages are interleaved a compiler would gather the gradient on each device otherwise.
+    """
+    free = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(axis, *[free] * (x.ndim - 1))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _traced(call: Call, size: int, label: str) -> tuple[ClosedJaxpr, list[Any], bool]:

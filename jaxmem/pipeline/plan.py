@@ -100,4 +100,6 @@ class PipelinePlan:
             f"time of the ticks: {self.slowdown:.2f} times that without a bubble, a backward pass "
             f"being {self.backward:g} forward ones"
         )
+        if not self.branches:
+            tail += "; with other axes in the mesh, all stages compute in each tick"
         return f"{head}\n{columns(rows, right=[1, 2, 3])}\n{tail}"

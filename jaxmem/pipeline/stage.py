@@ -81,13 +81,13 @@ class Stages:
     def arranged(self, stacked: Sequence[Any], stages: int) -> list[Any]:
         """Stacked parameters [layers, …] as [stages, chunks of one, room, …]."""
         chunks = len(self.sizes) // stages
+        if np.array_equal(self.rows.ravel(), np.arange(self.cut.length)):
+            shape = (chunks, stages, self.room)
+            found = [x.reshape(*shape, *x.shape[1:]) for x in stacked]
+            return [jnp.swapaxes(x, 0, 1) for x in found]
         rows = self.rows.reshape(chunks, stages, self.room).swapaxes(0, 1)
-        in_order = np.array_equal(rows.ravel(), np.arange(self.cut.length))
         rows = np.minimum(rows, self.cut.length - 1)  # what is there is not read
-        return [
-            x.reshape(*rows.shape, *x.shape[1:]) if in_order else jnp.take(x, rows, axis=0)
-            for x in stacked
-        ]
+        return [jnp.take(x, rows, axis=0) for x in stacked]
 
     # ------------------------------------------------------------ messages
 
@@ -223,7 +223,8 @@ def _sent(value: Any) -> Any:
 def _received(value: Any, aval: Any) -> Any:
     if not _jax.is_key(aval):
         return value
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(aval))
+    impl = jax.random.key_impl(jnp.empty((), aval.dtype))
+    return jax.random.wrap_key_data(value, impl=impl)
 
 
 def _skipping(body: Body, branches: bool) -> Body:

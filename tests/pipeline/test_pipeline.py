@@ -233,6 +233,22 @@ def test_each_layer_is_computed_as_often_as_the_schedule_says() -> None:
         assert seen == {k: m * expected[k // 2] for k in range(layers)}, policy
 
 
+def test_a_key_that_layers_pass_on() -> None:
+    def loss(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
+        def layer(carry: Any, w: jax.Array) -> Any:
+            h, key = carry
+            key, own = jax.random.split(key)
+            return (jnp.tanh(h @ w) * jax.random.bernoulli(own, 0.7, h.shape), key), None
+
+        return jnp.square(jax.lax.scan(layer, (x, key), w)[0][0]).mean()
+
+    args = normal(0, 4, WIDTH, WIDTH), normal(1, 6, WIDTH), jax.random.key(2)
+    options: Any = {"microbatches": 3, "rng_argnums": 2}
+    expected = jax.jit(jaxmem.value_and_grad(loss, **options))(*args)
+    pipelined = jaxmem.pipeline(loss, mesh=mesh_of(stage=2), **options)
+    near(jax.jit(jax.value_and_grad(pipelined))(*args), expected)
+
+
 # ---------------------------------------------------------------- modules
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -124,6 +125,18 @@ def test_the_text_shows_a_line_for_each_stage() -> None:
     assert lines[0].split()[2:] == ["F0a", "F1a", "F0b", "F1b", "B0b", "B1b", "B0a", "B1a"]
     assert lines[1].split()[2:] == [".", "F0a", "F1a", "F0bB0b", "F1bB1b", "B0a", "B1a", "."]
     assert text_table(schedule, width=30).splitlines()[0].endswith(" …")
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    schedule = PipelineSchedule.of("interleaved", 2, 2, 2)
+    figure = schedule.plot(tmp_path / "schedule.png")
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    # A line for each stage, and a bar for each forward pass, recomputation and backward pass.
+    assert len(axes.patches) == 2 + 2 * 4 * 3
+    assert axes.get_title(loc="left").startswith("interleaved: 2 microbatches, 8 ticks, idle 20%")
+    with pytest.raises(ValueError, match="a picture is written as PNG or SVG"):
+        schedule.plot(tmp_path / "schedule.pdf")
 
 
 # ---------------------------------------------------------------- sizes by cost
