@@ -10,7 +10,7 @@ Known gaps: no batch statistics and no auxiliary outputs; no gradient of the bat
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -442,7 +442,12 @@ def _traced(call: Call, size: int, label: str) -> tuple[ClosedJaxpr, list[Any], 
     def flat(*arrays: Any) -> list[Any]:
         nonlocal is_mean
         given = dict(zip(paths, arrays, strict=True))
-        out = call(given, ())
+        known = {**call.leaves, **given}
+        args = [call.argument(position, known) for position in range(len(call.trees))]
+        out = call.fun(*args, **call.kwargs)
+        for position, arg in enumerate(args):
+            count = call.trees[position].num_leaves
+            _check_unchanged(call, label, arg, [(position, k) for k in range(count)], known)
         if isinstance(out, tuple):
             raise TypeError(
                 f"{label} returned {len(out)} values, and a pipeline has the loss alone: no "
@@ -465,6 +470,20 @@ def _traced(call: Call, size: int, label: str) -> tuple[ClosedJaxpr, list[Any], 
     closed = _jax.inlined(jax.make_jaxpr(flat)(*map(type_of, paths)))
     closed, consts = _jax.without_consts(closed)
     return closed, consts, is_mean
+
+
+def _check_unchanged(
+    call: Call, label: str, arg: Any, paths: Sequence[Any], known: Mapping[Any, Any]
+) -> None:
+    """That the function left an argument, such as an NNX module, as it was."""
+    after = jax.tree.leaves(arg)
+    for path, leaf in zip(paths, after, strict=False):
+        if leaf is not known[path]:
+            raise ValueError(
+                f"{label} changes {call.names[path]}, and a pipeline has the loss alone: no batch "
+                "statistics, no counters of nnx.Rngs, no other state that it changes; use layers "
+                "without (normalisation of each row, keys by rng_argnums=)"
+            )
 
 
 def _scales(

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh
 
 import jaxmem
@@ -278,3 +279,24 @@ def test_what_is_explained() -> None:
     assert [stage.in_flight for stage in plan.stages] == [2, 1]
     assert plan.ticks == 2 * (2 + 2)
     assert plan.bubble == pytest.approx(1 / 3)
+
+
+def test_batch_statistics_of_a_module() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+        def __call__(self, w: Any, x: Any) -> Any:
+            return self.norm(stack(w, x))
+
+    def of_module(model: Model, x: Any) -> Any:
+        return jnp.square(model(W, x)).mean()
+
+    pipelined = jaxmem.pipeline(of_module, mesh=MESH)
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda x: pipelined(Model(), x), X)
+    assert str(error.value) == (
+        "of_module changes model/norm/mean/value, and a pipeline has the loss alone: no batch "
+        "statistics, no counters of nnx.Rngs, no other state that it changes; use layers without "
+        "(normalisation of each row, keys by rng_argnums=)"
+    )
