@@ -133,6 +133,11 @@ class Cut:
         """Numbers of the operands that are read after the stack."""
         return self._read(self._after, self.closed.jaxpr.outvars)
 
+    @functools.cached_property
+    def read(self) -> set[int]:
+        """Numbers of the operands that are read on stages: not those of stacked parameters."""
+        return self.reads([*self.consts, *self.own_xs, *self.carry]) | self.read_after
+
     def _read(self, eqns: Iterable[int], atoms: Sequence[Any]) -> set[int]:
         numbers = {var: number for number, var in enumerate(self.closed.jaxpr.invars)}
         read = [atom for at in eqns for atom in self.closed.jaxpr.eqns[at].invars]

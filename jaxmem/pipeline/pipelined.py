@@ -4,7 +4,8 @@ GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved stages (Naraya
 arXiv 2104.04473), in one compiled program: a `jax.shard_map` over the mesh axis of the stages,
 with a loop over the ticks of the schedule in it.
 
-Known gaps: no batch statistics and no auxiliary outputs; no gradient of the batch; no forward mode.
+Known gaps, each refused with its reason: batch statistics and other state that the loss changes,
+auxiliary outputs, the gradient of the batch, forward mode, plans by `jaxmem.fit`.
 """
 
 import contextlib
@@ -352,6 +353,9 @@ class Pipelined:
         stacked = _stacked(part, [*shared, *operands.nothing_of_microbatch])
         if program.stages.cut.length % stages == 0 and _jax.is_staged():
             stacked = [_along(mesh, program.axis, x) for x in stacked]
+        # What no stage reads is on none: above all not the parameters of all layers.
+        read = program.stages.cut.read
+        shared = [x if number in read else jnp.zeros(()) for number, x in enumerate(shared)]
         inputs = Inputs(
             program.stages.arranged(stacked, stages), shared, operands.rows(part.group),
             operands.keys, scales,
