@@ -21,48 +21,25 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem import _jax, policies
+from jaxmem import _jax
 from jaxmem.accumulate.call import Call, take_apart
 from jaxmem.accumulate.micro import real_loss
 from jaxmem.accumulate.split import Group
-from jaxmem.accumulate.trees import at_least_float32, floating
+from jaxmem.accumulate.trees import at_least_float32
 from jaxmem.accumulate.weighted import Weighted, check_finished, ratio
-from jaxmem.errors import check_flags, check_positive
-from jaxmem.estimate.costs import costs
 from jaxmem.pipeline import kept, one_by_one
-from jaxmem.pipeline.balance import balanced
+from jaxmem.pipeline.choices import chunk_sizes, flops_of, kept_by_layers, policy_of
 from jaxmem.pipeline.cut import Cut, cut
 from jaxmem.pipeline.device import Inputs, Program
 from jaxmem.pipeline.one_by_one import Gradients
+from jaxmem.pipeline.options import Options, check_mesh, checked, manual_axes
 from jaxmem.pipeline.plan import PipelinePlan, PipelineStage
-from jaxmem.pipeline.schedule import NAMES, PipelineSchedule, input_places
+from jaxmem.pipeline.schedule import PipelineSchedule, input_places
 from jaxmem.pipeline.stage import Stages
-from jaxmem.plans.plan import Plan
-from jaxmem.policies import ByLayer, NoRemat, Policy
-from jaxmem.rewrite import check
-from jaxmem.stacked import Form, applied
-from jaxmem.stacked.stack import Stack
+from jaxmem.policies import NoRemat, Policy
 from jaxmem.trace.find import Where
 
 # ---------------------------------------------------------------- types
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Those of `pipeline`, checked."""
-
-    axis: str
-    microbatches: int
-    schedule: str
-    chunks: int
-    policy: Policy | None
-    layers: tuple[int, ...] | str | None
-    recompute: bool
-    where: Where | None
-    batch_argnums: tuple[int, ...]
-    rng_argnums: tuple[int, ...]
-    accumulator_dtype: np.dtype | None
-    mesh: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,7 +165,7 @@ def pipeline(
     a stage's input is 128 B; 384 B of them are held; layers: Full()
     time of the ticks: 1.95 times that without a bubble, a backward pass being 4 forward ones
     """
-    options = _checked(
+    options = checked(
         axis, microbatches, schedule, chunks, policy, layers, recompute, where, batch_argnums,
         rng_argnums, accumulator_dtype, mesh,
     )  # fmt: skip
@@ -256,7 +233,7 @@ class Pipelined:
                     "a pipeline has no mesh, and none is set; set one with jax.set_mesh, or pass "
                     'mesh=, such as jax.make_mesh((4,), ("stage",))'
                 )
-        _check_mesh(mesh, axis)
+        check_mesh(mesh, axis)
         # Inside of another shard_map only the mesh that is set there will do.
         return here if axis in here.axis_names else mesh
 
@@ -322,9 +299,9 @@ class Pipelined:
 
         with self._inside(mesh):
             found, consts, is_mean = traced()
-            policy = _policy(options, found)
-            sizes = _sizes(options, found, stages, is_mean)
-        others = set(mesh.axis_names) - {options.axis, *_manual(mesh)}
+            policy = policy_of(options, found)
+            sizes = chunk_sizes(options, found, stages, is_mean)
+        others = set(mesh.axis_names) - {options.axis, *manual_axes(mesh)}
         branches = all(mesh.shape[axis] == 1 for axis in others)
         if not (branches or options.recompute):
             raise ValueError(
@@ -621,94 +598,14 @@ def _differentiated(
     return found, Gradients(*sums)
 
 
-# ---------------------------------------------------------------- sizes and policies
-
-
-def _sizes(options: Options, found: Cut, stages: int, is_mean: bool) -> tuple[int, ...]:
-    chunks, length = stages * options.chunks, found.length
-    if not isinstance(length, int):
-        raise ValueError(
-            f"{found.info}: the number of layers is the symbol {length}, and stages need it as a "
-            "number; export with a fixed length"
-        )
-    given = options.layers
-    if length < chunks:
-        what = f"{stages} stages"
-        if options.chunks > 1:
-            what += f" with {options.chunks} chunks each"
-        raise ValueError(
-            f"{found.info}: {length} layer{'' if length == 1 else 's'} cannot be split over "
-            f"{what}; pass a mesh with at most {length} devices along {options.axis!r}"
-            + (", or fewer chunks" if options.chunks > 1 else "")
-        )
-    if isinstance(given, tuple):
-        if len(given) != chunks or sum(given) != length:
-            raise ValueError(
-                f"layers={given} has {len(given)} sizes with the sum {sum(given)}, and there are "
-                f"{length} layers in {chunks} chunks; pass {chunks} sizes with the sum {length}, "
-                'or layers="cost"'
-            )
-        return given
-    if given is None and length % chunks == 0:
-        return (length // chunks,) * chunks
-    layer, begin, end = _flops(found, is_mean)
-    others = [0.0] * chunks
-    others[0] += begin
-    others[-1] += end
-    return balanced(length, layer, others)
-
-
-def _flops(found: Cut, is_mean: bool) -> tuple[float, float, float]:
-    """Of a layer, of what is before the stack and of what is after, for one microbatch."""
-    stages = Stages(found, (found.length,), NoRemat(), is_mean)
-    layer = costs(found.body.jaxpr).flops
-    begin = costs(found.part(lambda *operands: stages.begin(operands))).flops
-    message = [jax.typeof(jnp.zeros(x.shape, x.dtype)) for x in stages.message_types]
-    count = 1 if is_mean else len(found.closed.out_avals) // 2
-
-    def loss(*flat: Any) -> jax.Array:
-        operands = flat[: len(found.closed.in_avals)]
-        scales = [jnp.ones(())] * count
-        return stages.loss(operands, list(flat[len(operands) :]), scales)
-
-    end = costs(_jax.trace(loss, [*found.closed.in_avals, *message])).flops
-    return layer, begin, end
-
-
-def _policy(options: Options, found: Cut) -> Policy | Plan:
-    policy = options.policy
-    own = found.policy is not None or _jax.is_planned(found.eqn)
-    if policy is None:
-        if isinstance(found.policy, Plan):
-            raise ValueError(
-                f"{found.info} has a jaxmem.Plan, which is for all of its layers, and a stage has "
-                "some of them; pass policy=, or give the stack a policy"
-            )
-        policy = found.policy or (NoRemat() if own else policies.full())
-    if isinstance(policy, ByLayer):
-        raise ValueError(
-            f"{found.info} is under {policy!r}, and jaxmem.fit does not plan pipelines yet; pass "
-            'policy="full", or another that says what is kept'
-        )
-    form = Form(found.body, found.length, found.reverse, found.unroll)
-    check.names([Stack(form, policy, found.info)], found.closed, policy)
-    return policy
-
-
-def _of_layers(stages: Stages) -> Policy | Plan:
-    """What layers keep: what a decorator said in the scan itself, if one did."""
-    if isinstance(stages.policy, NoRemat) and _jax.is_scan(stages.cut.eqn):
-        for eqn in stages.cut.body.jaxpr.jaxpr.eqns:
-            if (found := _jax.checkpointed_by(eqn)) is not None:
-                return applied(found[0])[0]
-    return stages.policy
+# ---------------------------------------------------------------- what is explained
 
 
 def _plan(parts: Sequence[_Part]) -> PipelinePlan:
     first = max(parts, key=lambda part: part.group.size).program
     stages, schedule = first.stages, first.schedule
-    layer, begin, end = _flops(stages.cut, stages.is_mean)
-    policy = _of_layers(stages)
+    layer, begin, end = flops_of(stages.cut, stages.is_mean)
+    policy = kept_by_layers(stages)
     count = schedule.stages
     found = []
     for stage in range(count):
@@ -736,84 +633,3 @@ def _plan(parts: Sequence[_Part]) -> PipelinePlan:
 def _inputs_held(schedule: PipelineSchedule) -> int:
     """How many inputs of stages a device has room for."""
     return input_places(schedule).count
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _checked(
-    axis: Any, microbatches: Any, schedule: Any, chunks: Any, policy: Any, layers: Any,
-    recompute: Any, where: Any, batch_argnums: Any, rng_argnums: Any,
-    accumulator_dtype: Any, mesh: Any,
-) -> Options:  # fmt: skip
-    if not isinstance(axis, str):
-        raise TypeError(
-            f'axis must be the name of one mesh axis, got {axis!r}; pass axis="stage", or the name '
-            "that it has in your mesh"
-        )
-    count = check_positive("microbatches", microbatches)
-    chunks = check_positive("chunks", chunks)
-    if schedule not in NAMES:
-        raise ValueError(
-            f"schedule={schedule!r} is not known; pass one of {', '.join(map(repr, NAMES))}"
-        )
-    check_flags(recompute=recompute)
-    if not recompute and schedule != "gpipe":
-        raise ValueError(
-            f'recompute=False keeps what all microbatches leave behind, which only "gpipe" can, '
-            f'and schedule={schedule!r}; pass schedule="gpipe", or a policy that keeps more'
-        )
-    if isinstance(policy, Plan):
-        raise TypeError(
-            "policy takes a policy, which fits stages of every length, and a jaxmem.Plan fits one; "
-            'pass policy="full" or another'
-        )
-    parsed = None if policy is None else policies.parse(policy)
-    if layers is not None and layers != "cost":
-        if isinstance(layers, str) or not isinstance(layers, Sequence):
-            raise TypeError(
-                f'layers must be sizes, such as (3, 4, 4, 3), or "cost", got {layers!r}'
-            )
-        layers = tuple(check_positive("layers", size) for size in layers)
-    if mesh is not None:
-        if not hasattr(mesh, "axis_names"):
-            raise TypeError(
-                f"mesh must be a jax.sharding.Mesh or AbstractMesh, got {mesh!r}; make one with "
-                f"jax.make_mesh((4,), ({axis!r},))"
-            )
-        _check_mesh(mesh, axis)
-
-    def numbers(what: str, given: Any) -> tuple[int, ...]:
-        given = (given,) if isinstance(given, int) else given
-        if not isinstance(given, Sequence) or not all(
-            isinstance(number, int) and not isinstance(number, bool) for number in given
-        ):
-            raise TypeError(f"{what} must be positions of arguments, such as 1, got {given!r}")
-        return tuple(given)
-
-    return Options(
-        axis, count, schedule, chunks, parsed, layers, recompute, where,
-        numbers("batch_argnums", batch_argnums), numbers("rng_argnums", rng_argnums),
-        floating("accumulator_dtype", accumulator_dtype), mesh,
-    )  # fmt: skip
-
-
-def _manual(mesh: Any) -> list[str]:
-    manual = jax.sharding.AxisType.Manual
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [axis for axis, kind in kinds if kind == manual]
-
-
-def _check_mesh(mesh: Any, axis: str) -> None:
-    if axis not in mesh.axis_names:
-        raise ValueError(
-            f"the stages of a pipeline lie along the axis {axis!r}, and the mesh has "
-            f"{', '.join(map(repr, mesh.axis_names))}; pass one of these as axis=, or a mesh that "
-            "has it"
-        )
-    if mesh.shape[axis] == 1:
-        raise ValueError(
-            f"the mesh {dict(mesh.shape)} has one device along {axis!r}, and a pipeline needs two "
-            "stages at least; pass a larger mesh, or use jaxmem.value_and_grad(loss, "
-            "microbatches=...)"
-        )

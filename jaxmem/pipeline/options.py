@@ -1,0 +1,120 @@
+"""The options of `jaxmem.pipeline`, and what they cannot be."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmem import policies
+from jaxmem.accumulate.trees import floating
+from jaxmem.errors import check_flags, check_positive
+from jaxmem.pipeline.schedule import NAMES
+from jaxmem.plans.plan import Plan
+from jaxmem.policies import Policy
+from jaxmem.trace.find import Where
+
+# ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Those of `pipeline`, checked."""
+
+    axis: str
+    microbatches: int
+    schedule: str
+    chunks: int
+    policy: Policy | None
+    layers: tuple[int, ...] | str | None
+    recompute: bool
+    where: Where | None
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    accumulator_dtype: np.dtype | None
+    mesh: Any
+
+
+# ---------------------------------------------------------------- API
+
+
+def checked(
+    axis: Any, microbatches: Any, schedule: Any, chunks: Any, policy: Any, layers: Any,
+    recompute: Any, where: Any, batch_argnums: Any, rng_argnums: Any,
+    accumulator_dtype: Any, mesh: Any,
+) -> Options:  # fmt: skip
+    """Raises `TypeError` or `ValueError` for an option that cannot be."""
+    if not isinstance(axis, str):
+        raise TypeError(
+            f'axis must be the name of one mesh axis, got {axis!r}; pass axis="stage", or the name '
+            "that it has in your mesh"
+        )
+    count = check_positive("microbatches", microbatches)
+    chunks = check_positive("chunks", chunks)
+    if schedule not in NAMES:
+        raise ValueError(
+            f"schedule={schedule!r} is not known; pass one of {', '.join(map(repr, NAMES))}"
+        )
+    check_flags(recompute=recompute)
+    if not recompute and schedule != "gpipe":
+        raise ValueError(
+            f'recompute=False keeps what all microbatches leave behind, which only "gpipe" can, '
+            f'and schedule={schedule!r}; pass schedule="gpipe", or a policy that keeps more'
+        )
+    if isinstance(policy, Plan):
+        raise TypeError(
+            "policy takes a policy, which fits stages of every length, and a jaxmem.Plan fits one; "
+            'pass policy="full" or another'
+        )
+    parsed = None if policy is None else policies.parse(policy)
+    if layers is not None and layers != "cost":
+        if isinstance(layers, str) or not isinstance(layers, Sequence):
+            raise TypeError(
+                f'layers must be sizes, such as (3, 4, 4, 3), or "cost", got {layers!r}'
+            )
+        layers = tuple(check_positive("layers", size) for size in layers)
+    if mesh is not None:
+        if not hasattr(mesh, "axis_names"):
+            raise TypeError(
+                f"mesh must be a jax.sharding.Mesh or AbstractMesh, got {mesh!r}; make one with "
+                f"jax.make_mesh((4,), ({axis!r},))"
+            )
+        check_mesh(mesh, axis)
+
+    def numbers(what: str, given: Any) -> tuple[int, ...]:
+        given = (given,) if isinstance(given, int) else given
+        if not isinstance(given, Sequence) or not all(
+            isinstance(number, int) and not isinstance(number, bool) for number in given
+        ):
+            raise TypeError(f"{what} must be positions of arguments, such as 1, got {given!r}")
+        return tuple(given)
+
+    return Options(
+        axis, count, schedule, chunks, parsed, layers, recompute, where,
+        numbers("batch_argnums", batch_argnums), numbers("rng_argnums", rng_argnums),
+        floating("accumulator_dtype", accumulator_dtype), mesh,
+    )  # fmt: skip
+
+
+def manual_axes(mesh: Any) -> list[str]:
+    """Axes of a mesh that a `shard_map` further out is over."""
+    manual = jax.sharding.AxisType.Manual
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [axis for axis, kind in kinds if kind == manual]
+
+
+def check_mesh(mesh: Any, axis: str) -> None:
+    """Raises `ValueError` for a mesh without several devices along the axis."""
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"the stages of a pipeline lie along the axis {axis!r}, and the mesh has "
+            f"{', '.join(map(repr, mesh.axis_names))}; pass one of these as axis=, or a mesh that "
+            "has it"
+        )
+    if mesh.shape[axis] == 1:
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} has one device along {axis!r}, and a pipeline needs two "
+            "stages at least; pass a larger mesh, or use jaxmem.value_and_grad(loss, "
+            "microbatches=...)"
+        )
