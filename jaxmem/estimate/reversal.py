@@ -78,7 +78,9 @@ def stack_copy_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
         return 0
     backward = backward_of(layer)
     here = backward.tape[: len(backward.tape) - layer.on_host]
+    # Of what is counted in two orders anyway there is no third copy.
     copied = copied_in_front(backward.closed.jaxpr, here)
+    copied -= _turned(layer, backward.closed.jaxpr, compiler)
     return max((nbytes(var.aval) for var in copied), default=0)
 
 
