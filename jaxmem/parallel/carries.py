@@ -137,8 +137,8 @@ def _places(avals: Sequence[Any], axes: tuple[str, ...], called: str) -> list[An
         count = math.prod(mesh.shape[axis] for axis in axes)
         raise ValueError(
             f"partition={named}: none of the carries of {called} ({shapes}) has a dimension that "
-            f"its {count} devices divide, or all are split over them already; pass another axis, or "
-            "pad the batch"
+            f"its {count} devices divide, or all are split over them already; pass another "
+            "axis, or pad the batch"
         )
     return places
 
