@@ -223,10 +223,9 @@ class Collector(ByLayer):
         rows = [None if spec is None else spec[1:] for spec in xs]
         results = [*carry, *[None] * layer.body.num_y]
         local = parts.layer(layer, [*consts, *carry, *rows], results)
-        body = local.body
+        _, avals, _ = local.body.split_in(local.body.jaxpr.in_avals)
         for axis, size in parts.mesh.shape.items():
             if size > 1 and SplitCarries.can_split(layer.body, axis):
-                avals = body.split_in(body.jaxpr.in_avals)[1]
                 self._whole[axis] += stack.form.length * sum(
                     nbytes(aval)
                     for aval, spec in zip(avals, carry, strict=True)

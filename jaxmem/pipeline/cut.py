@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.plans.plan import Plan
-from jaxmem.policies import Policy
+from jaxmem.policies import NoRemat, Policy
+from jaxmem.rewrite.apply import as_stack
 from jaxmem.trace import find
 from jaxmem.trace.find import LayerStack, Where
 from jaxmem.trace.layer import Body
@@ -194,10 +195,7 @@ def cut(closed: ClosedJaxpr, num_shared: int, where: Where | None, label: str) -
     if _jax.is_stack(eqn):
         stack = eqn.params["stack"]
         form, policy = stack.form, stack.policy
-        parts = form.body, form.length, form.reverse, form.unroll
     else:
-        scan = _jax.scan_parts(eqn)
-        body = Body(scan.body, scan.num_consts, scan.num_carry)
-        parts, policy = (body, scan.length, scan.reverse, scan.unroll), None
-    body, length, reverse, unroll = parts
-    return Cut(closed, num_shared, places[0], info, body, length, reverse, unroll, policy)
+        form, policy = as_stack(eqn, NoRemat()).form, None
+    parts = form.body, form.length, form.reverse, form.unroll
+    return Cut(closed, num_shared, places[0], info, *parts, policy)

@@ -354,9 +354,6 @@ class Core:
                 "errors in its state"
             )
 
-    def _zeros(self, *shape: int) -> jax.Array:
-        return self._varying(jnp.zeros(shape, jnp.float32))
-
     def _varying(self, array: jax.Array) -> jax.Array:
         """The array, held by each device for itself."""
         try:
