@@ -18,6 +18,7 @@ the same command resumes after an interruption.
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -319,17 +320,14 @@ class _Trained:
 
 def _nbytes(shape: Sequence[int]) -> int:
     """Of numbers of 4 bytes, as all of a state are."""
-    found = 4
-    for length in shape:
-        found *= length
-    return found
+    return 4 * math.prod(shape)
 
 
 def _draw(rows: Sequence[Row], switch: int, path: Path) -> None:
     from common.picture import COLOURS, drawn
 
-    gap = statistics.mean(differences(rows, SCALED))
-    message = f"Signs of the momentum in place of gradients: {gap:+.3f} nats after all steps"
+    paper, scaled = (statistics.mean(differences(rows, name)) for name in (PAPER, SCALED))
+    message = f"Signs of the momentum: {paper:+.3f} nats after all steps, scaled {scaled:+.3f}"
     names = [name for name in dict.fromkeys(row.name for row in rows) if "LAMB" not in name]
     with drawn(path, message, width=9, across=2) as (losses, over):
         base = {(row.seed, row.step): row.loss for row in rows if row.name == ADAM}
