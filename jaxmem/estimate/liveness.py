@@ -289,6 +289,10 @@ class _Lives:
         # Which arrays' rows were reduced for a value, and which elementwise results it needs.
         self._reduced: dict[Any, frozenset[Any]] = {}
         self._since: dict[Any, frozenset[Any]] = {}
+        # Of inputs and of what is in memory but the results of matrix products, what each value is
+        # or is computed from; and what each operation reads.
+        self._sources: dict[Any, frozenset[Any]] = {}
+        self._read_at: dict[int, frozenset[Any]] = {}
         # Operations that may write over what they read, with what each makes.
         self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
         # What is not written over: through a barrier compilers do not see that something is read
@@ -360,6 +364,9 @@ class _Lives:
         fused = made and (kind == "fused" or eqn.primitive.name.startswith("scatter"))
         if self._compiler.merges_readers:
             atoms = list(filter(_jax.is_var, eqn.invars))
+            self._read_at[at] = read = frozenset().union(*map(self._sources_of, atoms))
+            in_memory = frozenset() if eqn.primitive.name == "dot_general" else frozenset(made)
+            self._sources.update((var, in_memory if made else read) for var in eqn.outvars)
             since = frozenset().union(*(self._since.get(atom, frozenset()) for atom in atoms))
             self._since.update((var, since.union(made if fused else ())) for var in eqn.outvars)
         if fused:
@@ -412,16 +419,19 @@ class _Lives:
         """Have operations done in one kernel with a later one; what these read is returned.
 
         Both are elementwise, and read the same array; the later one does not need the other's
-        result, which is made with its own.
+        result, which is made with its own.  XLA looks for such behind each array but the results of
+        matrix products, so that they have to read something else together, too, if these are one:
+        what its rows were reduced to.
         """
         shared: set[Any] = set()
         if not self._compiler.merges_readers:
             return shared
         for later, (at, behind, made) in enumerate(self._over):
-            for _, others, earlier in self._over[:later]:
+            for before, others, earlier in self._over[:later]:
                 sizes = {var.aval.size for var in (*earlier, *made)}
                 both = {var for var in behind & others if {var.aval.size} == sizes}
-                if both and not self._needs(made, earlier):
+                seen = self._read_at[at] & self._read_at[before]
+                if both and seen and not self._needs(made, earlier):
                     shared |= both
                     for var in earlier:
                         self._last[var] = max(self._last[var], at)
@@ -449,6 +459,9 @@ class _Lives:
         if sum(map(self.bytes, behind)) > self.bytes(var):
             self.read(atom, at)
             self.make(var, at)
+
+    def _sources_of(self, atom: Any) -> frozenset[Any]:
+        return self._sources.get(atom, frozenset([atom] if atom.aval.size > 1 else ()))
 
     def _behind_of(self, atom: Any) -> frozenset[Any]:
         return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
