@@ -125,6 +125,8 @@ def reversal_peak(
     """
     backward = backward_of(layer, interleaved=True)
     closed = _as_scheduled(backward, barriers) if compiler.swaps_operands else backward.closed
+    if barriers:  # what is elementwise is computed for each that reads it, from behind one
+        compiler = dataclasses.replace(compiler, merges_readers=False)
     held = [*backward.tape, *backward.gradients]
     # What others hand over they may read, too, and not rounded; so do barriers.
     waiting = {var for step in backward.steps for var in step.waits}
