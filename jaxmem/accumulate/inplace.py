@@ -26,13 +26,13 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.accumulate import gathered, shards
-from jaxmem.accumulate.casts import rounded_rows
 from jaxmem.accumulate.shards import Shards
 from jaxmem.parallel.split import Split
 from jaxmem.plans.plan import Plan
 from jaxmem.rewrite.apply import through
 from jaxmem.stacked import Form, Into
 from jaxmem.stacked.stack import Stack, Tangent
+from jaxmem.trace.casts import rounded_rows
 from jaxmem.trace.context import note_plan, platform
 from jaxmem.trace.find import subjaxprs
 from jaxmem.trace.layer import Body, Layer, differentiated

@@ -33,6 +33,8 @@ class Compiler:
         than the leading one; see `jaxmem.estimate.stacks`.
       reduces_inside: rows are reduced in the kernel that computes from them and from what they are
         reduced to (a softmax, a norm, and their derivatives), and does not write over them.
+      sums_late: a product whose result is summed over devices, and that nothing reads before the
+        end of the backward pass, is computed there, piece by piece, so that its operands wait.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which
         does not write over that array.
     """
@@ -52,6 +54,7 @@ class Compiler:
     turns_stacks: bool = False
     reduces_inside: bool = False
     merges_readers: bool = False
+    sums_late: bool = False
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
@@ -71,6 +74,7 @@ TPU = Compiler(
     fuses_results=True,
     copies_layouts=True,
     copies_parts=True,
+    sums_late=True,
 )
 
 

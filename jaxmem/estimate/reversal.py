@@ -102,7 +102,7 @@ def param_copies(layer: Layer, length: int, compiler: Compiler = ANY) -> int:
     backward = backward_of(layer)
     rounded = read_rounded(backward.closed.jaxpr, compiler)
     of_all = [var for var in backward.consts if var in rounded]
-    of_each = [var for var in backward.xs if var in rounded]
+    of_each = [var for var in backward.xs if var in rounded - layer.only_cast()]
     if compiler.turns_stacks:
         turned = gathered_across(layer.linearised.jaxpr, backward.xs)
         return length * sum(nbytes(var.aval) for var in turned)

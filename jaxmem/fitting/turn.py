@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.estimate.compiler import Compiler
 from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.liveness import peak_live_bytes
 from jaxmem.estimate.roofline import Roofline
@@ -30,8 +31,8 @@ class Turn:
       bytes: at the peak, of what is computed.
       given_bytes: what it reads of what was computed before, the results of regions.
       passing: bytes that pass it by, see `jaxmem.fitting.passing`.
-      waiting_bytes: of its results that are sums over devices, as each device has them: they wait
-        so for the end of the backward pass, when they are reduced.
+      waiting_bytes: of its results that are sums over devices, as each device has them, or what
+        they are made of: they wait so for the end of the backward pass, when they are reduced.
     """
 
     bytes: int = 0
@@ -89,14 +90,17 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
         compiler=roofline.compiler,
     )
     given_bytes = sum(nbytes(var.aval) for var in held)
-    return Turn(peak, given_bytes, passing, _waiting(between, results))
+    return Turn(peak, given_bytes, passing, _waiting(between, results, roofline.compiler))
 
 
 # ---------------------------------------------------------------- implementation
 
 
-def _waiting(eqns: Sequence[Any], results: set[Any]) -> int:
-    """Bytes of sums over devices that are results, or are but for their type and order of axes."""
+def _waiting(eqns: Sequence[Any], results: set[Any], compiler: Compiler) -> int:
+    """Bytes of sums over devices that are results, or are but for their type and order of axes.
+
+    Or of the operands of the products that are summed, if the compiler has these wait.
+    """
     sums: dict[Any, int] = {}
     for eqn in eqns:
         atoms = list(filter(_jax.is_var, eqn.invars))
@@ -106,7 +110,9 @@ def _waiting(eqns: Sequence[Any], results: set[Any]) -> int:
             if message.kind in ("reduce-scatter", "all-reduce")
         ]
         if reduced:
-            sums.update((var, sum(reduced)) for var in eqn.outvars)
+            late = compiler.sums_late and eqn.primitive.name == "dot_general"
+            waiting = sum(nbytes(atom.aval) for atom in atoms) if late else sum(reduced)
+            sums.update((var, waiting) for var in eqn.outvars)
         elif len(atoms) == 1 and atoms[0] in sums and kind_of(eqn) in ("fused", "view"):
             sums.update((var, sums[atoms[0]]) for var in eqn.outvars)
     return sum(size for var, size in sums.items() if var in results)

@@ -34,6 +34,7 @@ from jaxmem.stacked import (
     schedule_for,
 )
 from jaxmem.trace import context
+from jaxmem.trace.casts import rounded_rows
 from jaxmem.trace.context import note_plan, platform
 from jaxmem.trace.find import LayerStack
 from jaxmem.trace.layer import Layer, NoReverseMode, Wrt, differentiated
@@ -47,7 +48,7 @@ def native(plan: Plan) -> Callable[[Form, Sequence[Any]], list[Any]] | None:
         return plain
     if plan.kind == "full":
         host = plan.carries == "host"
-        return lambda form, args: checkpointed(form, plan.layer, host, args)
+        return lambda form, args: checkpointed(_cast_by_rows(form), plan.layer, host, args)
     return None
 
 
@@ -156,7 +157,7 @@ class Stack:
         if plan.kind == "none":
             with self.scope(layer, plan, args):
                 return self.derivative(self.run, layer.wrt, args, tangents)
-        return Tangent(self.form, layer, plan).split(args, tangents)
+        return Tangent(self.form, _by_rows(layer), plan).split(args, tangents)
 
     def streamed(self, layer: Layer, plan: Plan) -> "Tangent":
         """The linear part by a schedule that reads and writes rows, for every plan."""
@@ -165,7 +166,7 @@ class Stack:
             form = as_body(form, plan.layer, plan.carries == "host")
             layer = Layer(form.body, layer.wrt)
             plan = Plan.none(form.length)
-        return Tangent(form, layer.casting_rows() if platform() == "tpu" else layer, plan)
+        return Tangent(form, _by_rows(layer), plan)
 
     def derivative(
         self,
@@ -195,6 +196,17 @@ class Stack:
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _cast_by_rows(form: Form) -> Form:
+    """With the casts of stacked inputs kept in the loop, where a compiler takes them out."""
+    if platform() != "tpu":
+        return form
+    return dataclasses.replace(form, body=rounded_rows(form.body))
+
+
+def _by_rows(layer: Layer) -> Layer:
+    return layer.casting_rows() if platform() == "tpu" else layer
 
 
 class Tangent:

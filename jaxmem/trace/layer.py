@@ -343,6 +343,24 @@ class Layer:
                     found.update(eqn.outvars)
         return found
 
+    def only_cast(self) -> set[Any]:
+        """Inputs of `linearised` that are stacked, and read by casts to narrower types alone.
+
+        In a loop of `casting_rows` no copy of the whole stack is made of these.
+        """
+        jaxpr = self.linearised.jaxpr
+        of_row = {row: row for row in self.body.split_in(jaxpr.invars)[2]}
+        others = {
+            of_row.get(atom) for atom in (*self.residuals, *jaxpr.outvars) if _jax.is_var(atom)
+        }
+        for eqn in jaxpr.eqns:
+            rows = [of_row[atom] for atom in eqn.invars if _jax.is_var(atom) and atom in of_row]
+            if eqn.primitive.name in _RESHAPING:
+                of_row.update((var, row) for row in rows for var in eqn.outvars)
+            elif not (eqn.primitive.name == "convert_element_type" and narrows(eqn)):
+                others.update(rows)
+        return set(of_row.values()) - others
+
     def _cast(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
         """For `evaluate`: see `casting_rows`."""
         if not (self.row_by_row and eqn.primitive.name == "convert_element_type"):
@@ -409,13 +427,18 @@ def rounded_cast(eqn: Any, row: Any) -> list[Any] | None:
 
     Why: see `Layer.casting_rows`.
     """
-    dtype = eqn.params["new_dtype"]
-    if not all(jnp.issubdtype(kind, jnp.floating) for kind in (row.dtype, dtype)):
+    if not narrows(eqn):
         return None
-    info = jnp.finfo(dtype)
-    if info.bits >= jnp.finfo(row.dtype).bits:
-        return None
+    info = jnp.finfo(eqn.params["new_dtype"])
     return _jax.bound(eqn, jax.lax.reduce_precision(row, info.nexp, info.nmant))
+
+
+def narrows(cast: Any) -> bool:
+    """Whether a cast is from a floating type to one of fewer bits."""
+    old, new = cast.invars[0].aval.dtype, cast.params["new_dtype"]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)):
+        return False
+    return jnp.finfo(new).bits < jnp.finfo(old).bits
 
 
 def nbytes(aval: Any) -> int:
