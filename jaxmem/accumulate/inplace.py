@@ -32,10 +32,10 @@ from jaxmem.plans.plan import Plan
 from jaxmem.rewrite.apply import through
 from jaxmem.stacked import Form, Into
 from jaxmem.stacked.stack import Stack, Tangent
-from jaxmem.trace.casts import rounded_rows
 from jaxmem.trace.context import note_plan, platform
 from jaxmem.trace.find import subjaxprs
 from jaxmem.trace.layer import Body, Layer, differentiated
+from jaxmem.trace.row_casts import rounded_rows
 
 Add = Callable[[Any, Any, Any], Any]  # rows of what is held, their gradient, factor -> rows
 

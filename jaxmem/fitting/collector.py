@@ -18,7 +18,7 @@ from jaxmem.fitting.turn import Turn, turn_of
 from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, twice_differentiated, uses
 from jaxmem.parallel.carries import SplitCarries
 from jaxmem.parallel.partition import Partition
-from jaxmem.policies import ByLayer
+from jaxmem.policies import ByLayer, PipelineChoice
 from jaxmem.trace import context
 from jaxmem.trace.layer import Layer, NoReverseMode, nbytes
 from jaxmem.unrolled import Code
@@ -56,6 +56,15 @@ class _Spread:
     reads: list[_Reads] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True)
+class NotedPipeline:
+    """See `ByLayer.note_pipeline`."""
+
+    held_bytes: int
+    seconds: float
+    again: float
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Collector(ByLayer):
     """The policy of every decorated region while its step is looked at: notes the regions.
@@ -67,7 +76,11 @@ class Collector(ByLayer):
     offload: bool
     devices: int = 1
     partition: str = ""
+    choice: PipelineChoice | None = None
     regions: dict[_Key, Region] = dataclasses.field(default_factory=dict, init=False)
+    # How pipelines that leave it open can be run, and of all pipelines, what was noted.
+    choices: list[PipelineChoice] = dataclasses.field(default_factory=list, init=False)
+    pipelines: list["NotedPipeline"] = dataclasses.field(default_factory=list, init=False)
     # What is in each scope, and the layers of each stack, by what of it is differentiated.
     _regions: dict[str, _Key] = dataclasses.field(default_factory=dict, init=False)
     _layers: dict[Any, set[_Key]] = dataclasses.field(default_factory=dict, init=False)
@@ -113,6 +126,15 @@ class Collector(ByLayer):
     def splitting(self, least: int) -> list[str]:
         """Mesh axes that would spare each device so many bytes, were all carries kept split."""
         return [axis for axis, size in self._whole.items() if size >= least]
+
+    def pipeline(self, choices: Sequence[PipelineChoice]) -> PipelineChoice:
+        self.choices.extend(one for one in choices if one not in self.choices)
+        return self.choice if self.choice in choices else choices[0]
+
+    def note_pipeline(self, held_bytes: int, seconds: float, again: float) -> None:
+        noted = NotedPipeline(held_bytes, seconds, again)
+        if noted not in self.pipelines:  # a step is traced more than once
+            self.pipelines.append(noted)
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""

@@ -32,10 +32,12 @@ class Explanation:
       predicted_bytes: predicted by the solver, moved by what other plans of the step compiled to;
         if no other was, before any compiler had spoken.
       compiled_bytes: what the compiler says.
-      extra_seconds: what is recomputed or moved costs so much, by the roofline.
+      extra_seconds: what is recomputed or moved costs so much, by the roofline; in a pipeline, also
+        by how much its stages wait longer than in the fastest of its ways.
       gap: by how much, relative to `extra_seconds`, a layer's choice could still be better.
       closed: whether the next faster plan was compiled and seen not to fit.
       partition: the mesh axis over which the plan stores carries split, "" for none.
+      microbatches, schedule: of pipelines that leave them open; 0 and "" where there are none.
     """
 
     rows: tuple[ValueDecision, ...]
@@ -46,6 +48,8 @@ class Explanation:
     closed: bool
     heads: tuple[tuple[str, str, int], ...]  # with how many of the rows are of each
     partition: str = ""
+    microbatches: int = 0
+    schedule: str = ""
 
     def __str__(self) -> str:
         parts = []
@@ -54,6 +58,8 @@ class Explanation:
                 f"carries are stored split over the mesh axis {self.partition!r}, and gathered by "
                 "what reads them"
             )
+        if self.microbatches:
+            parts.append(f"{self.microbatches} microbatches in the pipeline, {self.schedule}")
         rows = iter(self.rows)
         for stack, head, count in self.heads:
             parts.append(f"{stack}\n{head}")
@@ -138,6 +144,8 @@ class Fitted:
             gap=gap,
             closed=self._closed,
             partition=self.plan.partition,
+            microbatches=self.plan.microbatches,
+            schedule=self.plan.schedule,
         )
 
     def __repr__(self) -> str:

@@ -47,6 +47,7 @@ class Region:
       param_bytes: of gradients that have to be there all at once, stacked.
       param_copies: bytes of copies of parameters that a compiler makes for its loops.
       plain_seconds: of a forward and a backward pass of one such stack, nothing recomputed.
+      passes: how often a step waits for as long, and for what is recomputed, in a pipeline.
       uses: the regions of the step that this is.
       shards: on how many devices it runs side by side, each with arrays of its own.
       is_local: whether all bytes and seconds are of one device of a mesh; else they are of those
@@ -59,6 +60,7 @@ class Region:
     param_bytes: int
     param_copies: int = 0
     plain_seconds: float = 0.0
+    passes: tuple[float, float] = (1.0, 1.0)
     uses: Uses = ONCE
     shards: int = dataclasses.field(default_factory=_jax.shards)
     is_local: bool = False
@@ -112,6 +114,8 @@ class StackRegion(Region):
       carry_bytes, forward_seconds, loose_bytes: see `jaxmem.solve.stacks.candidates`.
       values: the layer's values, by place, as a reader is told of them.
       graph: the layer as the solver saw it.
+      is_stage: whether it is a stage of a pipeline: in each tick layers that keep different values
+        would have copies of their parameters, so that all keep the same.
     """
 
     length: int
@@ -122,6 +126,7 @@ class StackRegion(Region):
     loose_bytes: int
     values: tuple[LayerValue, ...]
     graph: Graph
+    is_stage: bool = False
 
     def candidates(
         self, several: bool, later_bytes: int, turn_bytes: int = 0
@@ -135,7 +140,7 @@ class StackRegion(Region):
             one
             for others in ways
             for turn in {0, turn_bytes}
-            for one in candidates(*sizes, later_bytes, others, turn)
+            for one in candidates(*sizes, later_bytes, others, turn, self.is_stage)
         }
         return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
 
@@ -293,6 +298,7 @@ def stack_region(
         loose_bytes=loose_bytes(local, graph, compiler),
         values=described(local, roofline),
         graph=graph,
+        is_stage=stack.is_stage,
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
         param_copies=param_copies(local, length, compiler),
     )

@@ -15,7 +15,7 @@ from jaxmem import _jax, unrolled
 from jaxmem._util.files import Saved
 from jaxmem._util.records import from_data, parsed, to_data
 from jaxmem.plans.plan import Plan
-from jaxmem.policies import ByLayer
+from jaxmem.policies import ByLayer, PipelineChoice
 from jaxmem.trace import context
 from jaxmem.unrolled import Code, UnrolledPlan
 
@@ -52,6 +52,7 @@ class StepPlan(Saved):
       versions: of what traced it: the same code can be traced to another layer by another jax.
       partition: the mesh axis over which carries are stored split, of the stacks whose decorators
         name none; "" for none.
+      microbatches, schedule: of pipelines that leave them open; 0 and "" where there are none.
 
     >>> import jaxmem
     >>> jaxmem.StepPlan.from_json(jaxmem.StepPlan().to_json()) == jaxmem.StepPlan()
@@ -62,6 +63,8 @@ class StepPlan(Saved):
     target: str = ""
     versions: tuple[tuple[str, str], ...] = ()
     partition: str = ""
+    microbatches: int = 0
+    schedule: str = ""
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -111,6 +114,8 @@ class StepPlan(Saved):
         lines = [f"{region.where}\n{region.plan}" for region in self.regions]
         if self.partition:
             lines.insert(0, f"Carries are stored split over the mesh axis {self.partition!r}")
+        if self.microbatches:
+            lines.insert(0, f"{self.microbatches} microbatches in the pipeline, {self.schedule}")
         return "\n".join(lines)
 
 
@@ -167,6 +172,27 @@ class Filled(ByLayer):
     @property
     def partition(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.plan.partition
+
+    def pipeline(self, choices: Sequence[PipelineChoice]) -> PipelineChoice:
+        """How the fit has a pipeline run that leaves it open.
+
+        Raises:
+          ValueError: it met no such pipeline, or one of another batch.
+        """
+        plan = self.plan
+        own = PipelineChoice(plan.microbatches, plan.schedule)
+        if not plan.microbatches:
+            raise ValueError(
+                "the plan is of a step whose pipelines say themselves how they run, and one here "
+                'has microbatches or schedule "auto"; fit this step anew, or say it here as well'
+            )
+        if own not in choices:
+            known = ", ".join(f"{one.microbatches} ({one.schedule})" for one in choices)
+            raise ValueError(
+                f"the plan has {own.microbatches} microbatches, {own.schedule}, and this batch and "
+                f"mesh allow {known}; run the step on those of the fit, or fit this one anew"
+            )
+        return own
 
     def plan_for(self, stack: Any, layer: Any) -> Plan:
         """The plan of this stack.

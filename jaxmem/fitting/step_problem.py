@@ -17,9 +17,10 @@ from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.collector import Collector
 from jaxmem.fitting.compile_request import Begun, CompileRequest
 from jaxmem.fitting.fitted import Planned
-from jaxmem.fitting.regions import Region, UnrolledRegion
+from jaxmem.fitting.regions import Region, StackRegion, UnrolledRegion
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.parallel import partition as parallel
+from jaxmem.policies import PipelineChoice
 from jaxmem.report.advice import where_to_decorate
 from jaxmem.report.report import MemoryReport
 from jaxmem.solve.pareto import cost as cost_of
@@ -48,8 +49,9 @@ class StepProblem:
       others: about what all else in the step needs.
       devices: over how many devices its arrays are spread.
       partition: the mesh axis over which carries are stored split, "" for none.
-      variants: the same step with carries split over other axes, by `StepCandidate.variant`, this
-        one first; none if there is no other.
+      choice: how its pipelines run that leave it open; None if there are none.
+      variants: the same step with carries split over other axes, or with its pipelines run in
+        other ways, by `StepCandidate.variant`, this one first; none if there is no other.
     """
 
     program: Program
@@ -61,6 +63,7 @@ class StepProblem:
     devices: int
     target: str
     partition: str = ""
+    choice: PipelineChoice | None = None
     variants: "tuple[StepProblem, ...]" = ()
 
     @property
@@ -80,7 +83,11 @@ class StepProblem:
             planned.region.plan(planned.candidate) for planned in self.planned(candidate)
         )
         versions = (("jaxmem", __version__), ("jax", jax.__version__))
-        return StepPlan(regions, self.target, versions, self._variant(candidate).partition)
+        own = self._variant(candidate)
+        choice = own.choice or PipelineChoice(0, "")
+        return StepPlan(
+            regions, self.target, versions, own.partition, choice.microbatches, choice.schedule
+        )
 
     def planned(self, candidate: int) -> tuple[Planned, ...]:
         own, picks = self._variant(candidate), self.front[candidate].picks
@@ -112,7 +119,7 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     """Trace a step and solve for the Pareto front of its plans.
 
     On a mesh, where an axis could split what stacks carry from layer to layer and does not, for
-    plans as well that store it split.
+    plans as well that store it split; and for each way to run a pipeline that leaves it open.
     """
     if cost not in get_args(Cost):
         raise ValueError(f"cost must be one of {', '.join(get_args(Cost))}, got {cost!r}")
@@ -129,10 +136,12 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
             OffloadWarning,
         )
         allow_offload = False
-    problem, axes = _built(ask, allow_offload, cost)
-    if not axes:
-        return problem
-    return _merged([problem, *(_built(ask, allow_offload, cost, axis)[0] for axis in axes)])
+    problem, axes, choices = _built(ask, allow_offload, cost)
+    variants = [problem]
+    variants += (_built(ask, allow_offload, cost, axis)[0] for axis in axes)
+    for choice in choices:
+        variants.append(_built(ask, allow_offload, cost, choice=choice)[0])
+    return _merged(variants) if len(variants) > 1 else problem
 
 
 # ---------------------------------------------------------------- implementation
@@ -147,14 +156,20 @@ def _merged(variants: Sequence[StepProblem]) -> StepProblem:
     """One problem of several ways to run the same step."""
     first = variants[0]
     plain = [
-        sum(region.uses.times * region.plain_seconds for region in own.regions) for own in variants
+        sum(region.uses.times * region.passes[0] * region.plain_seconds for region in own.regions)
+        for own in variants
+    ]
+    # That carries are split makes nothing faster.
+    plain = [
+        max(seconds, plain[0]) if own.choice == first.choice else seconds
+        for seconds, own in zip(plain, variants, strict=True)
     ]
     several = [
         dataclasses.replace(
             one,
             bytes=one.bytes + own.others - first.others,
             # Of ways that take the same the first one comes first.
-            seconds=one.seconds + max(plain[number] - plain[0], 0.0) + number * _LATER * plain[0],
+            seconds=one.seconds + plain[number] - min(plain) + number * _LATER * plain[0],
             variant=number,
         )
         for number, own in enumerate(variants)
@@ -166,13 +181,23 @@ def _merged(variants: Sequence[StepProblem]) -> StepProblem:
 
 
 def _built(
-    ask: CompileRequest, allow_offload: bool, cost: Cost, partition: str = ""
-) -> tuple[StepProblem, list[str]]:
-    """A step's problem, and the mesh axes over which its carries would better be split."""
+    ask: CompileRequest,
+    allow_offload: bool,
+    cost: Cost,
+    partition: str = "",
+    choice: PipelineChoice | None = None,
+) -> tuple[StepProblem, list[str], list[PipelineChoice]]:
+    """A step's problem, the mesh axes over which its carries would better be split, other choices.
+
+    Args:
+      choice: how pipelines run that leave it open.
+    """
     leaves = jax.tree.leaves((ask.args, ask.kwargs))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     devices = parallel.devices(shardings)
-    collector = Collector(roofline_of(ask.accelerator, cost), allow_offload, devices, partition)
+    collector = Collector(
+        roofline_of(ask.accelerator, cost), allow_offload, devices, partition, choice
+    )
     with context.instead(collector):
         program = ask.program()
     collector.count(program.jaxpr)
@@ -181,6 +206,10 @@ def _built(
     step = program.jaxpr if parts is None else parts.closed
     regions = tuple(collector.regions.values())
     for region in regions:
+        if isinstance(region, StackRegion) and region.is_stage and collector.pipelines:
+            noted = collector.pipelines[-1]
+            # Noted in forward passes, of which a gradient takes three.
+            region.passes = noted.seconds / 3, noted.again
         if isinstance(region, UnrolledRegion) and region.uses.iterations:
             warn(
                 f"{region.where} is one layer of a scan of {region.uses.iterations}: all of them "
@@ -214,6 +243,12 @@ def _built(
     }
     others += sum(max(size - counted_in.get(key, 0), 0) for key, size in turn.passing.items())
     others += turn.waiting_bytes
+    others += sum(noted.held_bytes for noted in collector.pipelines)
+    # A stage adds to its gradients in each tick, one layer's at a time, of which there are copies.
+    stages = [region for region in regions if isinstance(region, StackRegion) and region.is_stage]
+    others += sum(
+        region.of_one_device(region.param_bytes // region.length, devices) for region in stages
+    )
     counted = several and isinstance(regions[-1], UnrolledRegion)  # what the last one gives
     # Stacks of gradients are made when the backward pass comes to their loops.
     ahead = turn.bytes - counted * turn.given_bytes - gradients - turn.waiting_bytes
@@ -221,10 +256,13 @@ def _built(
     front = thinned_front(whole, others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
     problem = StepProblem(
-        program, regions, candidates, front, whole, others, devices, name, partition
-    )
+        program, regions, candidates, front, whole, others, devices, name, partition,
+        choice or next(iter(collector.choices), None),
+    )  # fmt: skip
+    if partition or choice is not None:
+        return problem, [], []
     least = round(_WORTH_SPLITTING * min(problem.predicted))
-    return problem, [] if partition else collector.splitting(least)
+    return problem, collector.splitting(least), collector.choices[1:]
 
 
 def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
@@ -245,7 +283,7 @@ def _several(candidate: Candidate, region: Region, devices: int) -> Candidate:
     return Candidate(
         bytes=region.of_one_device(size, devices),
         kept_bytes=region.of_one_device(uses.live * candidate.kept_bytes, devices),
-        seconds=uses.times * candidate.seconds,
+        seconds=uses.times * region.passes[1] * candidate.seconds,
     )
 
 

@@ -12,10 +12,11 @@ from jaxmem.pipeline.cut import Cut
 from jaxmem.pipeline.options import Options
 from jaxmem.pipeline.stage import Stages
 from jaxmem.plans.plan import Plan
-from jaxmem.policies import ByLayer, NoRemat, Policy
+from jaxmem.policies import NoRemat, Policy
 from jaxmem.rewrite import check
 from jaxmem.stacked import Form, applied
 from jaxmem.stacked.stack import Stack
+from jaxmem.trace import context
 
 # ---------------------------------------------------------------- API
 
@@ -91,11 +92,8 @@ def policy_of(options: Options, found: Cut) -> Policy | Plan:
                 "some of them; pass policy=, or give the stack a policy"
             )
         policy = found.policy or (NoRemat() if own else policies.full())
-    if isinstance(policy, ByLayer):
-        raise ValueError(
-            f"{found.info} is under {policy!r}, and jaxmem.fit does not plan pipelines yet; pass "
-            'policy="full", or another that says what is kept'
-        )
+    policy = context.policy_instead(policy)
+    context.note_region(policy)
     form = Form(found.body, found.length, found.reverse, found.unroll)
     check.names([Stack(form, policy, found.info)], found.closed, policy)
     return policy

@@ -20,11 +20,11 @@ from jaxmem.trace.find import Where
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Those of `pipeline`, checked."""
+    """Those of `pipeline`, checked; None for microbatches and a schedule that are "auto"."""
 
     axis: str
-    microbatches: int
-    schedule: str
+    microbatches: int | None
+    schedule: str | None
     chunks: int
     policy: Policy | None
     layers: tuple[int, ...] | str | None
@@ -34,6 +34,11 @@ class Options:
     rng_argnums: tuple[int, ...]
     accumulator_dtype: np.dtype | None
     mesh: Any
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a plan may say how microbatches go through the stages."""
+        return self.microbatches is None or self.schedule is None
 
 
 # ---------------------------------------------------------------- API
@@ -50,14 +55,16 @@ def checked(
             f'axis must be the name of one mesh axis, got {axis!r}; pass axis="stage", or the name '
             "that it has in your mesh"
         )
-    count = check_positive("microbatches", microbatches)
+    count = None if microbatches == "auto" else check_positive("microbatches", microbatches)
     chunks = check_positive("chunks", chunks)
-    if schedule not in NAMES:
+    if schedule not in (*NAMES, "auto"):
         raise ValueError(
-            f"schedule={schedule!r} is not known; pass one of {', '.join(map(repr, NAMES))}"
+            f"schedule={schedule!r} is not known; pass one of {', '.join(map(repr, NAMES))}, or "
+            '"auto"'
         )
+    schedule = None if schedule == "auto" else schedule
     check_flags(recompute=recompute)
-    if not recompute and schedule != "gpipe":
+    if not recompute and schedule not in (None, "gpipe"):
         raise ValueError(
             f'recompute=False keeps what all microbatches leave behind, which only "gpipe" can, '
             f'and schedule={schedule!r}; pass schedule="gpipe", or a policy that keeps more'

@@ -5,7 +5,7 @@ arXiv 2104.04473), in one compiled program: a `jax.shard_map` over the mesh axis
 with a loop over the ticks of the schedule in it.
 
 Known gaps, each refused with its reason: batch statistics and other state that the loss changes,
-auxiliary outputs, the gradient of the batch, forward mode, plans by `jaxmem.fit`.
+auxiliary outputs, the gradient of the batch, forward mode.
 """
 
 import contextlib
@@ -21,22 +21,24 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem import _jax
+from jaxmem import _jax, policies
 from jaxmem.accumulate.call import Call, take_apart
 from jaxmem.accumulate.micro import real_loss
-from jaxmem.accumulate.split import Group
+from jaxmem.accumulate.split import Group, Split
 from jaxmem.accumulate.trees import at_least_float32
 from jaxmem.accumulate.weighted import Weighted, check_finished, ratio
 from jaxmem.pipeline import kept, one_by_one
+from jaxmem.pipeline.auto import inputs_held, resolved, waits
 from jaxmem.pipeline.choices import chunk_sizes, flops_of, kept_by_layers, policy_of
 from jaxmem.pipeline.cut import Cut, cut
 from jaxmem.pipeline.device import Inputs, Program
 from jaxmem.pipeline.one_by_one import Gradients
 from jaxmem.pipeline.options import Options, check_mesh, checked, manual_axes
 from jaxmem.pipeline.plan import PipelinePlan, PipelineStage
-from jaxmem.pipeline.schedule import PipelineSchedule, input_places
+from jaxmem.pipeline.schedule import PipelineSchedule
 from jaxmem.pipeline.stage import Stages
-from jaxmem.policies import NoRemat, Policy
+from jaxmem.policies import ByLayer, NoRemat, Policy
+from jaxmem.trace import context
 from jaxmem.trace.find import Where
 
 # ---------------------------------------------------------------- types
@@ -66,7 +68,7 @@ def pipeline(
     target: Callable[..., Any] | None = None,
     *,
     axis: str = "stage",
-    microbatches: int = 8,
+    microbatches: int | str = 8,
     schedule: str = "eager-1f1b",
     chunks: int = 1,
     policy: str | Policy | Callable[..., Any] | None = None,
@@ -116,11 +118,14 @@ def pipeline(
       axis: the mesh axis of the stages.  Other axes of the mesh stay with the compiler, which
         splits each stage's arrays over them as elsewhere.
       microbatches: m.  They need not divide the rows: microbatches of two sizes
-        then go through one after the other, each with a bubble of its own.
-      schedule: see the table; `explain` shows it.
+        then go through one after the other, each with a bubble of its own.  "auto" for
+        `jaxmem.fit` to choose; without it four for each stage.
+      schedule: see the table; `explain` shows it.  "auto" likewise; without `jaxmem.fit`
+        "eager-1f1b", or "interleaved" if there are chunks.
       chunks: v, groups of layers on each device, for interleaved stages; the stages divide m then.
       policy: what a layer keeps while its stage is recomputed and differentiated, as `jaxmem.remat`
-        takes it; None for the policy that the stack has already, and otherwise "full".
+        takes it, where no plan of `jaxmem.fit` says it; None for the policy that the stack has
+        already, and otherwise "full".
       layers: how many each chunk has, in the order of the layers; "cost" for sizes by which the
         slowest stage is fastest, with what is before and after the layers counted.  None for equal
         sizes if layers divide by the chunks, and for "cost" otherwise.
@@ -191,6 +196,7 @@ class Pipelined:
 
     def _value(self, mesh: Any, args: Any, kwargs: Any) -> jax.Array:
         call, parts = self._parts(mesh, args, kwargs)
+        _note(parts, mesh)
         operands = _Operands(call)
         scales, weights = _scales(call, parts, operands)
         check_finished(weights)
@@ -268,21 +274,24 @@ class Pipelined:
         return jax.sharding.use_abstract_mesh(abstract.update_axis_types(manual))
 
     def _parts(self, mesh: Any, args: Any, kwargs: Any) -> tuple[Call, list[_Part]]:
-        options = self._options
         call = take_apart(
             self._fun,
             args,
             kwargs,
             argnums=(),
-            batch_argnums=options.batch_argnums,
-            rng_argnums=options.rng_argnums,
+            batch_argnums=self._options.batch_argnums,
+            rng_argnums=self._options.rng_argnums,
             carry_argnums=(),
-            microbatches=options.microbatches,
+            microbatches=self._options.microbatches or 1,
         )
-        return call, [self._part(call, group, mesh) for group in call.split.groups]
+        stages, rows = mesh.shape[self._options.axis], call.split.rows
+        options = resolved(self._options, stages, rows, mesh.size // stages)
+        assert options.microbatches is not None
+        call = dataclasses.replace(call, split=Split.of(rows, options.microbatches))
+        return call, [self._part(options, call, group, mesh) for group in call.split.groups]
 
-    def _part(self, call: Call, group: Group, mesh: Any) -> _Part:
-        options = self._options
+    def _part(self, options: Options, call: Call, group: Group, mesh: Any) -> _Part:
+        assert options.schedule is not None
         stages = mesh.shape[options.axis]
         label = getattr(self._fun, "__name__", "the function")
 
@@ -615,7 +624,7 @@ def _plan(parts: Sequence[_Part]) -> PipelinePlan:
         held = max(part.program.schedule.in_flight[stage] for part in parts)
         found.append(PipelineStage(own, flops, held))
     held = max(
-        part.program.stages.message_bytes * _inputs_held(part.program.schedule) for part in parts
+        part.program.stages.message_bytes * inputs_held(part.program.schedule) for part in parts
     )
     return PipelinePlan(
         tuple(part.program.schedule for part in parts),
@@ -630,6 +639,14 @@ def _plan(parts: Sequence[_Part]) -> PipelinePlan:
     )
 
 
-def _inputs_held(schedule: PipelineSchedule) -> int:
-    """How many inputs of stages a device has room for."""
-    return input_places(schedule).count
+def _note(parts: Sequence[_Part], mesh: Any) -> None:
+    """Tell who plans the step what its stages hold, and how long they wait."""
+    told = context.policy_instead(policies.auto())
+    if not isinstance(told, ByLayer):
+        return
+    programs = [part.program for part in parts]
+    times = [waits(program.schedule, not program.branches) for program in programs]
+    seconds, again = (sum(several) for several in zip(*times, strict=True))
+    devices = mesh.size // programs[0].schedule.stages
+    held = [program.stages.message_bytes * inputs_held(program.schedule) for program in programs]
+    told.note_pipeline(max(held) // devices, seconds, again)

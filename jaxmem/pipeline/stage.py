@@ -149,7 +149,8 @@ class Stages:
         body = body if self.is_even else _skipping(body, self.branches)
         xs += [] if self.is_even else [rows < cut.length]
         form = Form(body, self.room, False, cut.unroll)
-        outs = _run(Stack(form, self.policy, cut.info), [*consts, *carry, *xs])
+        stack = Stack(form, self.policy, cut.info, is_stage=True)
+        outs = _run(stack, [*consts, *carry, *xs])
         carry, new = body.split_out(outs)
         new = [y for y, flag in zip(new, cut.used_ys, strict=True) if flag]
         ys = [old.at[rows].set(y, mode="drop") for old, y in zip(ys, new, strict=True)]

@@ -23,6 +23,14 @@ class Policy:
         return {"policy": self.kind, **fields}
 
 
+@dataclasses.dataclass(frozen=True)
+class PipelineChoice:
+    """How the microbatches of a pipeline go through its stages."""
+
+    microbatches: int
+    schedule: str
+
+
 class ByLayer(Policy):
     """Base of the policies that look at a stack's very layer to say what its plan is.
 
@@ -41,6 +49,24 @@ class ByLayer(Policy):
           layer: its layer, taken apart for what is differentiated.
         """
         raise NotImplementedError
+
+    def pipeline(self, choices: Sequence[PipelineChoice]) -> PipelineChoice:
+        """How a pipeline that leaves it open is run.
+
+        Args:
+          choices: what is possible there, what it does by itself first.
+        """
+        return choices[0]
+
+    def note_pipeline(self, held_bytes: int, seconds: float, again: float) -> None:
+        """For those who take note of a pipeline that is run.
+
+        Args:
+          held_bytes: of inputs of stages, on one device.
+          seconds: of a step in which nothing but the stages is recomputed, in those of a forward
+            pass of one microbatch through one chunk.
+          again: how often a step waits for what the layers of one chunk recompute.
+        """
 
     def as_it_stands(
         self, stack: Any, layer: Any, args: Sequence[Any]

@@ -80,6 +80,7 @@ def candidates(
     later_bytes: int = 0,
     others: int = 0,
     turn_bytes: int = 0,
+    alike: bool = False,
 ) -> tuple[Candidate, ...]:
     """The plans that no other one beats in both bytes and seconds, fastest (and largest) first.
 
@@ -96,6 +97,7 @@ def candidates(
         compared, but is no part of `Candidate.bytes`.
       turn_bytes: live next to what the stack keeps before its backward pass begins: the loss's.
         Plans are compared by it too, and it is no part of `Candidate.bytes` either.
+      alike: whether all layers are to have the same choice.
 
     >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
     >>> [(c.bytes, c.seconds) for c in found][:3]
@@ -109,7 +111,7 @@ def candidates(
         raise ValueError("a layer needs at least one choice: everything kept")
     loose = choices[0].bytes if loose_bytes is None else loose_bytes
     found = [
-        *_kept(length, choices, loose, later_bytes, others, turn_bytes),
+        *_kept(length, choices, loose, later_bytes, others, turn_bytes, alike),
         *_cut(length, carry_bytes, forward_seconds, choices, loose),
     ]
     return pareto(found, others, turn_bytes - later_bytes)
@@ -134,7 +136,13 @@ _PLACES = 48
 
 
 def _kept(
-    length: int, choices: Sequence[Choice], loose: int, later: int, more: int, turn: int
+    length: int,
+    choices: Sequence[Choice],
+    loose: int,
+    later: int,
+    more: int,
+    turn: int,
+    alike: bool = False,
 ) -> Iterator[Candidate]:
     kept = np.array([c.bytes for c in choices], float)
     seconds = np.array([c.seconds for c in choices])
@@ -144,7 +152,7 @@ def _kept(
     # Of a single layer outside of loops, whose tape is part of its work.  It has no copies for
     # loops; but those with such copies were predicted 20 % too small where these did not count.
     alone = looped.max()
-    for tail in (0, 1):  # whether the last layer keeps everything
+    for tail in (0,) if alike else (0, 1):  # whether the last layer keeps everything
         rest = length - tail
         if rest < 1:
             continue
@@ -152,7 +160,9 @@ def _kept(
         grids = np.meshgrid(range(len(choices)), range(len(choices)), counts, indexing="ij")
         first, second, count = (grid.ravel() for grid in grids)
         # One run, or two of which the first keeps less.
-        take = (count == rest) & (first == second) | (count < rest) & (kept[first] < kept[second])
+        take = (count == rest) & (first == second)
+        if not alike:
+            take |= (count < rest) & (kept[first] < kept[second])
         if tail:
             # A last run that keeps everything as well is one with the tail, and so in a loop.
             take &= second != 0

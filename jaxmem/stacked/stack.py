@@ -34,10 +34,10 @@ from jaxmem.stacked import (
     schedule_for,
 )
 from jaxmem.trace import context
-from jaxmem.trace.casts import rounded_rows
 from jaxmem.trace.context import note_plan, platform
 from jaxmem.trace.find import LayerStack
 from jaxmem.trace.layer import Layer, NoReverseMode, Wrt, differentiated
+from jaxmem.trace.row_casts import rounded_rows
 
 # ---------------------------------------------------------------- API
 
@@ -59,12 +59,14 @@ class Stack:
     Attributes:
       info: where it was found; None for one that nobody has to be told of.
       is_partitioned: whether its carries are split over mesh axes between layers.
+      is_stage: whether it is a stage of a pipeline, run again in each tick.
     """
 
     form: Form
     policy: Policy | Plan
     info: LayerStack | None = None
     is_partitioned: bool = False
+    is_stage: bool = False
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The plain scan."""

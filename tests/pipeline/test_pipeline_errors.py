@@ -59,7 +59,7 @@ def explained(fun: Any = loss, w: Any = W, x: Any = X, **options: Any) -> Any:
             {"schedule": "1b1f"},
             ValueError,
             "schedule='1b1f' is not known; pass one of 'gpipe', '1f1b', 'eager-1f1b', "
-            "'interleaved'",
+            "'interleaved', or \"auto\"",
         ),
         (
             {"schedule": "1f1b", "recompute": False},
@@ -130,12 +130,6 @@ def test_options(options: Any, kind: type[Exception], text: str) -> None:
             {"microbatches": 9},
             "microbatches=9 is more than the 8 rows of the batch (x is float32[8, 3]); pass at "
             "most 8, or a larger batch",
-        ),
-        (
-            {"policy": "auto"},
-            "stack 0: 4 layers, from test_pipeline_errors.py:LINE (stack) is under Auto(), and "
-            'jaxmem.fit does not plan pipelines yet; pass policy="full", or another that says what '
-            "is kept",
         ),
         (
             {"w": jnp.ones((1, 3, 3))},

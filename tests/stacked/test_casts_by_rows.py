@@ -11,8 +11,8 @@ import pytest
 
 import jaxmem
 from jaxmem.stacked import stack
-from jaxmem.trace.casts import rounded_rows
 from jaxmem.trace.layer import Body
+from jaxmem.trace.row_casts import rounded_rows
 
 LAYERS, WIDTH = 16, 256
 
@@ -62,7 +62,7 @@ def test_the_numbers_are_the_same(name: str, cast: Any) -> None:
     gradient = jax.grad(jaxmem.remat(model(cast), POLICIES[name]))
     given = arrays(width=16)
     as_elsewhere = jax.jit(lambda *args: gradient(*args))(*given)
-    with mock.patch.object(stack, "platform", lambda: "tpu"):
+    with mock.patch.object(stack, "platform", return_value="tpu"):
         assert "reduce_precision" in str(jax.make_jaxpr(gradient)(*given))
         on_tpu = jax.jit(lambda *args: gradient(*args))(*given)
     chex.assert_trees_all_equal(on_tpu, as_elsewhere)
