@@ -26,6 +26,7 @@ from .fitting import fit as fit
 from .fitting import frontier as frontier
 from .fitting import use_plan as use_plan
 from .hlo.collectives import Collective as Collective
+from .hlo.fusions import Fusions as Fusions
 from .jobs.job import Job as Job
 from .jobs.verify import Verification as Verification
 from .jobs.verify import verify as verify
@@ -50,6 +51,7 @@ from .report.report import Difference as Difference
 from .report.report import Lint as Lint
 from .report.report import MemoryReport as MemoryReport
 from .report.report import Suggestion as Suggestion
+from .report.roofline import Roofline as Roofline
 from .rewrite.inspect import PlannedStack as PlannedStack
 from .rewrite.inspect import stacks as stacks
 from .scan import scan as scan

@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -22,9 +22,6 @@ from jaxmem.cli.streams import emit, emit_json, results_only, say
 from jaxmem.cli.writing import check_files
 from jaxmem.jobs.failure import explained, one_line
 from jaxmem.jobs.parse import PolicyText
-
-if TYPE_CHECKING:
-    from jaxmem.report.report import MemoryReport
 
 
 @click.command()
@@ -61,6 +58,18 @@ if TYPE_CHECKING:
     help="Draw live memory along the program, as PNG or SVG.",
 )
 @click.option(
+    "--fusions",
+    is_flag=True,
+    help="Say which operations are fused, what the kernels read and write, and what the operations "
+    "would one by one (--json has it in any case).",
+)
+@click.option(
+    "--plot-fusions",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw the bytes moved by line with and without fusion, and the roofline, as PNG or SVG.",
+)
+@click.option(
     "--generate-code",
     is_flag=True,
     help="Do not stop when buffers are assigned: the compiler's peak and its refusals, in 2 to 100 "
@@ -79,6 +88,8 @@ def report(
     settings: tuple[tuple[str, str], ...],
     as_json: bool,
     plot: Path | None,
+    fusions: bool,
+    plot_fusions: Path | None,
     generate_code: bool,
     timeout: float,
     no_cache: bool,
@@ -96,7 +107,7 @@ def report(
         raise click.UsageError(
             "--plan and --policy both say what the stacks keep; give one of them"
         )
-    check_files(plot=plot)
+    check_files(plot=plot, plot_fusions=plot_fusions)
     options = {
         "generate_code": generate_code,
         "timeout": timeout,
@@ -105,10 +116,12 @@ def report(
     }
     with results_only():
         found = _reports(where, targets, PolicyText.parse(policy), plan, settings, options)
-    _show(targets, found, as_json)
+    _show(targets, found, as_json, fusions)
     failed = [one for one in found if isinstance(one, BaseException)]
     if plot is not None:
-        _plot(targets, found, plot)
+        _plot(targets, found, plot, "plot")
+    if plot_fusions is not None:
+        _plot(targets, found, plot_fusions, "plot_fusions")
     if failed:
         return 1
     return 2 if any(one.fits is False for one in found) else 0
@@ -157,7 +170,7 @@ def _reports(
         return list(threads.map(one, targets))
 
 
-def _show(targets: tuple[str, ...], found: list[Any], as_json: bool) -> None:
+def _show(targets: tuple[str, ...], found: list[Any], as_json: bool, fusions: bool) -> None:
     if as_json:
         objects = [
             {"target": target, "error": one_line(one)}
@@ -171,18 +184,23 @@ def _show(targets: tuple[str, ...], found: list[Any], as_json: bool) -> None:
             if k:
                 click.echo()
             emit(one)
+            if fusions:
+                click.echo()
+                emit(one.fusions or _NO_KERNELS)
     for target, one in zip(targets, found, strict=True):
         if isinstance(one, BaseException):
             say(explained(one) if len(found) == 1 else f"{target}: {explained(one)}")
 
 
-def _plot(targets: tuple[str, ...], found: list[Any], path: Path) -> None:
+_NO_KERNELS = "the compiler gave no readable text of the program, so its kernels are unknown"
+
+
+def _plot(targets: tuple[str, ...], found: list[Any], path: Path, kind: str) -> None:
     for target, one in zip(targets, found, strict=True):
         if isinstance(one, BaseException):
             continue
-        drawn: MemoryReport = one
         # A target may be a path, "mine.toml:name".
         name = target.rpartition(":")[2].replace("/", "-")
         file = path.with_stem(f"{path.stem}-{name}") if len(targets) > 1 else path
-        drawn.plot(file)
+        getattr(one, kind)(file)
         say(f"wrote {file}")

@@ -5,16 +5,17 @@ from pathlib import Path
 
 import click
 
-_PICTURES = ("plot", "heatmap")
+_PICTURES = ("plot", "plot-fusions", "heatmap")
 
 
 def check_files(**files: Path | None) -> None:
     """Raise before compilation if a file could not be written after it.
 
     Args:
-      **files: by the names of their options; `plot` and `heatmap` are pictures.
+      **files: by the names of their options; those for plots and heatmaps are pictures.
     """
-    for option, file in files.items():
+    for name, file in files.items():
+        option = name.replace("_", "-")
         if file is None:
             continue
         if option in _PICTURES:

@@ -25,6 +25,8 @@ from jaxmem.hlo.buffers import (
 )
 from jaxmem.hlo.collectives import Collective, collectives
 from jaxmem.hlo.flops import matmul_flops
+from jaxmem.hlo.fusions import Fusions
+from jaxmem.hlo.kernels import fusions
 from jaxmem.hlo.liveness import live_bytes, thinned
 from jaxmem.hlo.loops import trip_count
 from jaxmem.hlo.peak import rows
@@ -61,6 +63,7 @@ class Analysis:
         overlap_bytes: device memory at the peak that loops with transfers to or from the host
         would do without in another order.
         collectives: what is sent between devices, those that send most first.
+      fusions: the kernels, and what they read and write.
     """
 
     buffers: tuple[Buffer, ...]
@@ -82,6 +85,7 @@ class Analysis:
     has_convolution: bool
     overlap_bytes: int
     collectives: tuple[Collective, ...] = ()
+    fusions: Fusions | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for `json`."""
@@ -154,6 +158,7 @@ def analyse(hlo_text: str, assignment: str, live_range: str, mesh: Mesh = ()) ->
         has_convolution=_has_convolution(module),
         overlap_bytes=overlap_bytes(module, order, points),
         collectives=collectives(module, mesh),
+        fusions=fusions(module),
     )
 
 

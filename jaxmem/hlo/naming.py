@@ -103,6 +103,7 @@ def phase(op_name: str) -> Phase:
     return "forward" if "jvp(" in op_name else ""
 
 
+@functools.lru_cache(maxsize=16384)
 def operation(op_name: str, plain: bool = False) -> str:
     """The operation at the end of an `op_name`.
 
@@ -128,6 +129,25 @@ def operation(op_name: str, plain: bool = False) -> str:
     return f"{last} (backward)" if "transpose(" in op_name else last
 
 
+def operation_of(instruction: Instruction) -> str:
+    """The operation that an instruction is; the compiler's word where its `op_name` says none."""
+    text = instruction.op_name
+    if not is_named(instruction):
+        return instruction.target or instruction.opcode.removesuffix("-start")
+    if instruction.opcode in _SUMMED and operation(text, plain=True) in DULL:
+        # The compiler merged the operation that jax names it after into the product, or it is the
+        # sum of a product's parts.
+        text = f"{text.rpartition('/')[0]}/{_SUMMED[instruction.opcode]}"
+    return operation(text)
+
+
+def is_named(instruction: Instruction) -> bool:
+    """Whether an operation of the user is known that an instruction is, or is a part of."""
+    # An argument's name has no slash, unless in a key.
+    return "/" in (text := instruction.op_name) and "(" in text and _ends_with_operation(text)
+
+
+@functools.lru_cache(maxsize=16384)
 def scopes(op_name: str) -> str:
     """The readable part of an `op_name`: Flax modules and named scopes, without jax's wrappers.
 
@@ -231,6 +251,7 @@ def _line(frame: Frame) -> str:
 # ---------------------------------------------------------------- implementation
 
 _PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
+_SUMMED = {**_PRODUCTS, "reduce": "dot_general"}
 DULL = ("", "convert_element_type", "reshape", "transpose")
 _ROOM = ("after-all", "broadcast", "constant", "iota", "tuple")
 _DEEPEST = 16
@@ -275,6 +296,7 @@ def _phase_of_stack(steps: list[Value]) -> Phase:
     return ""
 
 
+@functools.lru_cache(maxsize=16384)
 def _ends_with_operation(op_name: str) -> bool:
     """Whether an `op_name` ends with an operation, not with one of jax's wrappers."""
     last = _split(op_name)[-1:]

@@ -28,17 +28,23 @@ class Instruction:
       attributes: the rest of the line.
     """
 
-    __slots__ = ("_shape", "attributes", "inside", "name", "opcode", "root")
+    __slots__ = ("_op_name", "_shape", "attributes", "inside", "name", "opcode", "root")
 
     def __init__(self, match: re.Match[str]) -> None:
         root, self.name, self._shape, self.opcode, rest = match.groups()
         self.root = root is not None
         end = _closing(rest)
         self.inside, self.attributes = rest[:end], rest[end + 1 :]
+        self._op_name: str | None = None
 
     @property
     def shape(self) -> Shape:
         return shape(self._shape)
+
+    @property
+    def layout(self) -> str:
+        """The text of its shape, with the order of its dimensions in memory and its tiles."""
+        return self._shape
 
     @property
     def operands(self) -> list[str]:
@@ -57,8 +63,12 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The operation it comes from in jax, such as "jit(step)/Dense_0/dot_general"."""
-        match = _OP_NAME.search(self.attributes)
-        return _ESCAPED.sub(r"\1", match[1]) if match else ""
+        name = self._op_name
+        if name is None:  # it is read again and again
+            match = _OP_NAME.search(self.attributes)
+            name = match[1] if match else ""
+            self._op_name = name = _ESCAPED.sub(r"\1", name) if "\\" in name else name
+        return name
 
     @property
     def number(self) -> int:

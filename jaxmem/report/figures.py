@@ -9,10 +9,13 @@ from jaxmem.estimate.costs import Costs, costs
 from jaxmem.hlo.analysis import Analysis
 from jaxmem.hlo.buffers import Buffer
 from jaxmem.hlo.collectives import Collective, merged
+from jaxmem.hlo.fusions import Fusions
+from jaxmem.hlo.unfused import Unfused
 from jaxmem.parallel.rings import ring_seconds
 from jaxmem.report.lints import lints
 from jaxmem.report.parts import parts
 from jaxmem.report.report import MemoryReport, Places
+from jaxmem.report.roofline import Roofline
 from jaxmem.trace.names import GivenNames
 
 # ---------------------------------------------------------------- API
@@ -42,7 +45,7 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
     analysis = compiled.analysis
     matmul = None if analysis is None else analysis.matmul_flops
     per_device = work * (1 / compiled.devices)
-    if _only_traced(compiled, work):
+    if traced_only := _only_traced(compiled, work):
         matmul = round(per_device.matmul_flops)
     model = round(per_device.matmul_flops - per_device.recomputed_matmul_flops)
     if analysis is not None and compiled.devices > 1:
@@ -50,6 +53,10 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         model = analysis.matmul_flops - analysis.recomputed_matmul_flops
     buffers = () if analysis is None else _named(analysis, program, compiled)
     collectives = () if analysis is None else _sent(analysis, program, compiled)
+    fused = None if analysis is None else _fused(analysis, program, compiled)
+    moved = round(per_device.bytes) if fused is None or traced_only else fused.bytes
+    sending = _communicating(compiled, collectives)
+    roofline = _roofline(compiled, per_device, matmul, moved, sending)
     required = argument + output - alias + temp
     on_chip = 0 if analysis is None else analysis.space_bytes.get("on-chip", 0)
     whole = Places(required, on_chip, host)
@@ -65,10 +72,10 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         capacity_bytes=compiled.capacity_bytes,
         default_capacity_bytes=compiled.default_capacity_bytes,
         flops=round(per_device.flops),
-        bytes_moved=round(per_device.bytes),
+        bytes_moved=moved,
         matmul_flops=matmul,
         model_matmul_flops=model,
-        estimated_seconds=_roofline(compiled, per_device, matmul),
+        estimated_seconds=roofline and max(roofline.compute_seconds, roofline.memory_seconds),
         arguments=arguments,
         buffers=buffers,
         timeline=None if analysis is None else analysis.timeline,
@@ -88,7 +95,9 @@ def report_of(program: Program, compiled: Compiled) -> MemoryReport:
         state=_state_bytes(program, compiled, arguments),
         parts=parts(program, compiled, arguments, buffers, whole, max(output - alias, 0)),
         collectives=collectives,
-        communication_seconds=_communicating(compiled, collectives),
+        communication_seconds=sending,
+        fusions=fused,
+        roofline=roofline,
     )
 
 
@@ -186,11 +195,31 @@ def _sent(analysis: Analysis, program: Program, compiled: Compiled) -> tuple[Col
     return merged([named(collective) for collective in analysis.collectives])
 
 
-def _roofline(compiled: Compiled, work: Costs, matmul_flops: int | None) -> float | None:
+def _fused(analysis: Analysis, program: Program, compiled: Compiled) -> Fusions | None:
+    """The kernels, arguments under the names that the user knows."""
+
+    def named(one: Unfused) -> Unfused:
+        if one.parameter is None or one.parameter >= len(compiled.kept):
+            return one
+        name = program.arguments[compiled.kept[one.parameter]].name
+        return dataclasses.replace(one, value=name)
+
+    found = analysis.fusions
+    return found and dataclasses.replace(found, unfused=tuple(map(named, found.unfused)))
+
+
+def _roofline(
+    compiled: Compiled, work: Costs, matmul_flops: int | None, moved: int, sending: float | None
+) -> Roofline | None:
     if compiled.bandwidth is None or compiled.matrix_peak is None:
         return None
-    flops = work.matmul_flops if matmul_flops is None else matmul_flops
-    return max(flops / compiled.matrix_peak, work.bytes / compiled.bandwidth)
+    return Roofline(
+        matmul_flops=round(work.matmul_flops) if matmul_flops is None else matmul_flops,
+        bytes=moved,
+        peak_flops=compiled.matrix_peak,
+        bandwidth=compiled.bandwidth,
+        communication_seconds=sending,
+    )
 
 
 def _communicating(compiled: Compiled, collectives: Sequence[Collective]) -> float | None:

@@ -13,6 +13,7 @@ from jaxmem.compile.compiling import Compiled
 from jaxmem.compile.program import Program
 from jaxmem.estimate.costs import Costs, two_levels, unrolled_without_barriers
 from jaxmem.policies import ByLayer, NoRemat
+from jaxmem.report.fusions import broken_chains, layout_copies, written_conversions
 from jaxmem.report.mesh_lints import gathered_stacks, repeated_collectives, whole_states
 from jaxmem.report.parts import gradient_of_stacks
 from jaxmem.report.report import Lint
@@ -47,6 +48,9 @@ def lints(program: Program, compiled: Compiled, work: Costs) -> tuple[Lint, ...]
             gathered_stacks,
             whole_states,
             repeated_collectives,
+            broken_chains,
+            layout_copies,
+            written_conversions,
             _cudnn,
             _cpu,
         )

@@ -19,7 +19,9 @@ from jaxmem._util.shown import Shown, picture
 from jaxmem._util.text import arrow, size
 from jaxmem.hlo.buffers import Buffer, Timeline
 from jaxmem.hlo.collectives import Collective
+from jaxmem.hlo.fusions import Fusions
 from jaxmem.report.changes import ArgumentChange, BufferChange, argument_changes, buffer_changes
+from jaxmem.report.roofline import Roofline
 
 Source = Literal["compiled", "measured", "estimated"]
 
@@ -107,7 +109,9 @@ class MemoryReport(Shown):
       default_capacity_bytes: what jax takes of it by default: 75 % on a GPU.
       flops: floating-point operations of the traced program, loops times their
       lengths, a multiply-add as two; with several devices an equal share of them.
-      bytes_moved: between memory and compute, as an estimate (see `jaxmem.estimate.costs`).
+      bytes_moved: read and written in device memory, by the kernels of the compiled program
+        (`fusions`); where the compiler gives no text, or only the traced program shows how often
+        loops run, an estimate of the traced program (see `jaxmem.estimate.costs`).
       matmul_flops: FLOPs of matrix products and convolutions in the *compiled* program,
         so that recomputation which the compiler removed is not counted; None where
         the compiler gives no text of it.
@@ -144,6 +148,11 @@ class MemoryReport(Shown):
       communication_seconds: of these, one after the other in rings at the peak of the device's
         links within a host or slice; what is hidden behind computation is not taken off.  None
         where the links' figures are unknown.
+      fusions: the kernels of the compiled program, the operations in each, what they move and
+        what the same operations would move one by one (see `jaxmem.Fusions`); `print` it.  None
+        where the compiler gives no text.
+      roofline: the times of products, traffic and communication at the target's peaks (see
+        `jaxmem.Roofline`); None where those are unknown.
       notes: caveats about the numbers.
       versions: of jax, jaxlib, jaxmem and the plugin that compiled it.
       flags: compiler flags and options that were set.
@@ -192,6 +201,8 @@ class MemoryReport(Shown):
     parts: dict[str, Places] = dataclasses.field(hash=False, default_factory=dict)
     collectives: tuple[Collective, ...] = ()
     communication_seconds: float | None = None
+    fusions: Fusions | None = None
+    roofline: Roofline | None = None
 
     # ------------------------------------------------------------ derived
 
@@ -302,6 +313,22 @@ class MemoryReport(Shown):
           ValueError: the report has no timeline.
         """
         return picture(self, "plot", path, options)
+
+    def plot_fusions(self, path: Any = None, **options: Any) -> Any:
+        """Draw the bytes moved by source line with and without fusion, and the roofline.
+
+        Args:
+          path: where to write it, as PNG or SVG by its suffix; None to not write it.
+          **options: see `jaxmem.show.traffic.plot_fusions`.
+
+        Returns:
+          The matplotlib figure.
+
+        Raises:
+          ImportError: matplotlib is not installed; the message says how to install it.
+          ValueError: the report has no kernels to draw.
+        """
+        return picture(self, "plot_fusions", path, options)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

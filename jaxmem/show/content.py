@@ -251,12 +251,20 @@ def work(report: "MemoryReport") -> Iterator[tuple[str, str]]:
         overhead = signed_share(report.recompute_overhead)
         yield "recomputation", f"{overhead} matmul FLOPs over the model's"
     if report.bytes_moved is not None:
-        yield "memory traffic", f"{size(report.bytes_moved)} (estimate)"
+        yield "memory traffic", traffic(report)
     if report.estimated_seconds is not None:
         yield "time", f"at least {seconds(report.estimated_seconds)} (roofline estimate, bf16 peak)"
     if report.communication_seconds:
         told = f"{seconds(report.communication_seconds)} by the peak of the links"
         yield "communication", f"{told}, if none of it is hidden"
+
+
+def traffic(report: "MemoryReport") -> str:
+    """What is read and written, and what fusion saves."""
+    moved, found = report.bytes_moved or 0, report.fusions
+    if found is None or found.bytes != moved:  # of an older file, or of the traced program
+        return f"{size(moved)} (estimate)"
+    return f"{size(moved)}; {size(found.separate_bytes)} if nothing were fused"
 
 
 def origin(report: "MemoryReport") -> str:

@@ -8,10 +8,11 @@ from typing import Any
 
 from jaxmem._util.shown import as_html, as_picture, as_rich, as_text
 from jaxmem.fitting.frontier import Frontier
+from jaxmem.hlo.fusions import Fusions
 from jaxmem.pipeline.schedule import PipelineSchedule
 from jaxmem.report.compare import Comparison
 from jaxmem.report.report import Difference, MemoryReport
-from jaxmem.show import changes, content, table
+from jaxmem.show import changes, content, fusions, table
 from jaxmem.show.blocks import Block, plain
 from jaxmem.show.html import fragment, html
 from jaxmem.show.text import Rendered
@@ -27,6 +28,8 @@ def _page(value: Any) -> list[Block]:
             return changes.page(value)
         case Comparison():
             return table.page(value)
+        case Fusions():
+            return fusions.page(value)
     raise TypeError(f"there is no page for a {type(value).__name__}")
 
 
@@ -35,11 +38,11 @@ def _unfolded(value: Any) -> str:
     return fragment(page, opened=[getattr(block, "title", "") for block in page])
 
 
-for kind in (MemoryReport, Difference, Comparison):
+for kind in (MemoryReport, Difference, Comparison, Fusions):
     as_text.register(kind, lambda value: plain(_page(value)))
     as_rich.register(kind, lambda value: Rendered(_page(value)))
 as_html.register(MemoryReport, html)
-for kind in (Difference, Comparison):
+for kind in (Difference, Comparison, Fusions):
     as_html.register(kind, _unfolded)
 
 
@@ -49,6 +52,10 @@ for kind in (Difference, Comparison):
 
 @as_picture.register
 def _(value: MemoryReport, kind: str) -> Any:
+    if kind == "plot_fusions":
+        from jaxmem.show.traffic import plot_fusions
+
+        return plot_fusions
     from jaxmem.show.plot import plot_report
 
     return plot_report
