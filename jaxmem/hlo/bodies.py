@@ -70,7 +70,8 @@ def body(module: Module, kernel: Instruction) -> Body:
     """What a kernel computes."""
     reader = _Reader(module)
     inputs = [reader.outside(name) for name in kernel.operands]
-    called = module.body(kernel) if kernel.opcode == "fusion" else None
+    is_fusion = kernel.opcode.removesuffix("-start") == "fusion"
+    called = module.body(kernel) if is_fusion else None
     shape = result(kernel)
     if called is None:
         node = Node(kernel, shape, [i for given in inputs for i in given])

@@ -122,6 +122,8 @@ class _Reader:
             return max(found, key=lambda one: sum(k.total_bytes for k in one[0]), default=([], []))
         kernels = [kernel for one in found for kernel in one[0]]
         breaks = [one for each in found for one in each[1]]
+        if opcode == "async":  # some compilers write them so, and some without a computation
+            kernels = [dataclasses.replace(k, instruction=instruction.name) for k in kernels]
         if opcode == "while" and kernels:
             trips = trip_count(self._module, instruction)
             self.unknown_loops += trips is None
@@ -136,7 +138,7 @@ class _Reader:
         read, written = reads(inside), writes(inside)
         if not read and not written:
             return None  # of counters and flags
-        work = work_of(self._module, instruction, [node for node, _ in operations])
+        work = work_of(instruction, inside, [node for node, _ in operations])
         named = _named(work, [node for node, _ in operations])
         parts = _Parts()
         for node, repeated in operations:
@@ -268,16 +270,17 @@ def _merged(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
 
 
 def _merged_breaks(found: Sequence[Unfused]) -> tuple[Unfused, ...]:
-    """Those that differ only in module, and in the argument that they are of, as one."""
-    groups: dict[Unfused, list[Unfused]] = {}
+    """Those that differ only in module, and in which argument or value they are of, as one."""
+    groups: dict[tuple[Unfused, bool], list[Unfused]] = {}
     for one in found:
         alike = dataclasses.replace(one, module="", value="", parameter=None, times=1)
-        groups.setdefault(alike, []).append(one)
+        groups.setdefault((alike, one.parameter is None), []).append(one)
     every = [
         dataclasses.replace(
             group[0],
             module=merged_modules([one.module for one in group]),
             times=sum(one.times for one in group),
+            others=len({(one.value, one.parameter) for one in group}) - 1,
         )
         for group in groups.values()
     ]

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from jaxmem.hlo import naming
 from jaxmem.hlo.bodies import Body, Node, is_asked_for
 from jaxmem.hlo.text import Module
-from jaxmem.hlo.traffic import is_free, is_scalar, updates
+from jaxmem.hlo.traffic import is_free, is_scalar, stated, updates
 
 # ---------------------------------------------------------------- API
 
@@ -39,8 +39,8 @@ def moved_alone(node: Node, module: Module) -> int:
     if opcode == "scatter" and updates(node):
         return 3 * node.args[2].bytes + _behind(node.args[1]).bytes
     written = node.bytes
-    if opcode == "custom-call" and (said := _SAID.search(node.instruction.attributes)):
-        return int(said[1])
+    if (said := stated(node)) is not None:
+        return said
     read = {_behind(arg) for arg in node.args}
     return written + sum(one.bytes for one in read if one.opcode != "iota" and not is_free(one))
 
@@ -130,7 +130,6 @@ _ONCE = frozenset(
 )
 _META = re.compile(r", (?:metadata|backend_config|frontend_attributes|sharding)=")
 _APPLIED = re.compile(r"to_apply=%[^\s,]+")
-_SAID = re.compile(r'"bytes_accessed":"?(\d+)')
 
 
 def _behind(node: Node) -> Node:

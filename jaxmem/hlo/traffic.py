@@ -7,6 +7,7 @@ once, and what it reads of an array never counts more than the array has.
 """
 
 import dataclasses
+import re
 
 from jaxmem.hlo.bodies import Body, Node
 from jaxmem.hlo.shapes import Shape, bits
@@ -36,11 +37,13 @@ class Access:
 def reads(body: Body) -> list[Access]:
     """What it reads of each array, without counters, indices and flags."""
     wanted, first = _wanted(body)
-    return [
+    found = [
         Access(node, node.shape, _bytes(node, wanted.get(node, 0)), first[node])
         for node in body.nodes
         if node.outside and node in first and not is_free(node) and wanted.get(node)
     ]
+    said = stated(body.outputs[0]) if body.outputs else None
+    return found if said is None else _scaled(found, said - sum(w.bytes for w in writes(body)))
 
 
 def writes(body: Body) -> list[Access]:
@@ -53,7 +56,9 @@ def writes(body: Body) -> list[Access]:
         for shape in parts:
             if not is_scalar(shape):
                 found.append(Access(node, shape, _written(node, shape), node))
-    return found
+    said = stated(body.outputs[0]) if body.outputs else None
+    written = sum(one.bytes for one in found)
+    return found if said is None or said >= written else _scaled(found, said)
 
 
 def updates(node: Node) -> list[Node]:
@@ -69,6 +74,14 @@ def updates(node: Node) -> list[Node]:
     return []
 
 
+def stated(node: Node) -> int | None:
+    """Bytes that a hand-written kernel states to move (`cost_estimate=`); None without."""
+    if node.opcode != "custom-call":
+        return None
+    match = _STATED.search(node.instruction.attributes)
+    return int(match[1]) if match else None
+
+
 def is_free(node: Node) -> bool:
     """Whether reading an array moves nothing: a number in the program, a counter, an index."""
     constant = node.instruction.opcode == "constant" and node.size == 1
@@ -81,6 +94,19 @@ def is_scalar(shape: Shape) -> bool:
 
 
 # ---------------------------------------------------------------- implementation
+
+
+_STATED = re.compile(r'"bytes_accessed":"?(\d+)')
+
+
+def _scaled(accesses: list[Access], total: int) -> list[Access]:
+    """The same with this sum, in proportion to their bytes."""
+    whole = sum(one.bytes for one in accesses)
+    if not whole:
+        return accesses
+    shares = [one.bytes * total // whole for one in accesses]
+    shares[0] += total - sum(shares)
+    return [dataclasses.replace(a, bytes=b) for a, b in zip(accesses, shares, strict=True)]
 
 
 def _arrays(shape: Shape) -> list[Shape]:

@@ -44,6 +44,7 @@ class Unfused:
       name: of the operation; "copy" for one that the compiler adds for itself.
       value: name of what it copies or converts; empty for a custom call.
       parameter: number of the argument that this is, or is a part of; else None.
+      others: how many other values are copied or converted alike, of which `times` counts each.
       source: the user's line; empty if unknown.
       module: scopes around it.
       before, after: names of the elementwise operations before and after a custom call.
@@ -62,6 +63,7 @@ class Unfused:
     module: str
     value: str = ""
     parameter: int | None = None
+    others: int = 0
     before: str = ""
     after: str = ""
     asked_for: bool = True
@@ -87,7 +89,7 @@ class Made:
 # ---------------------------------------------------------------- API
 
 
-def work_of(module: Module, kernel: Instruction, operations: Sequence[Node]) -> Work:
+def work_of(kernel: Instruction, inside: Body, operations: Sequence[Node]) -> Work:
     """What a kernel does, by its heaviest kind of operation."""
     opcodes = {node.opcode for node in operations}
     opcode = kernel.opcode.removesuffix("-start")
@@ -102,9 +104,9 @@ def work_of(module: Module, kernel: Instruction, operations: Sequence[Node]) -> 
         return "other"
     if opcodes & _REDUCTIONS:
         return "reduction"
-    if opcodes <= _MOVES:
-        return "copy"
-    return "convert" if opcodes <= _MOVES | {"convert"} else "elementwise"
+    if opcodes <= _MOVES | {"convert"}:
+        return "convert" if any(node.opcode == "convert" for node in inside.nodes) else "copy"
+    return "elementwise"
 
 
 def unfused(module: Module, made: Mapping[str, Made]) -> list[Unfused]:
@@ -260,6 +262,7 @@ def _converted(module: Module, kernel: Made) -> list[Unfused]:
             module=kernel.module,
             value=value.name,
             parameter=value.parameter,
+            asked_for=is_asked_for(node.instruction),
         )
     ]
 

@@ -60,15 +60,26 @@ def layout_copies(program: Program, compiled: Compiled, work: Costs) -> Iterator
 def written_conversions(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
     """A conversion to another type that is written to memory, not fused with what reads it."""
     for one, moved in _large(compiled, "convert"):
-        value = _value(program, compiled, one)
-        yield Lint(
-            "conversion-written",
-            f"the conversion of {value or 'a value'} from {one.from_dtype} to {one.dtype}"
-            f"[{','.join(map(str, one.shape))}]{_at(one)} is a kernel of its own, whose result is "
-            f"written to memory: {moved}",
+        value = _value(program, compiled, one) or "a value"
+        types = f"from {one.from_dtype} to {one.dtype}[{','.join(map(str, one.shape))}]{_at(one)}"
+        remedy = (
             "convert where the value is made, or keep it in that type between calls; of a stack of "
-            "layers convert one layer's slice inside of the loop",
+            "layers convert one layer's slice inside of the loop"
         )
+        if one.asked_for:
+            yield Lint(
+                "conversion-written",
+                f"the conversion of {value} {types} is a kernel of its own, whose result is "
+                f"written to memory: {moved}",
+                remedy,
+            )
+        else:
+            yield Lint(
+                "conversion-written",
+                f"the compiler converts {value} {types}, in which it computes, by a kernel of its "
+                f"own: {moved}",
+                f"{remedy}; or ask for the type that it has with precision=",
+            )
 
 
 # ---------------------------------------------------------------- implementation
@@ -94,9 +105,10 @@ def _large(compiled: Compiled, kind: str) -> Iterator[tuple[Unfused, str]]:
 
 
 def _value(program: Program, compiled: Compiled, one: Unfused) -> str:
-    if one.parameter is None or one.parameter >= len(compiled.kept):
-        return one.value
-    return program.arguments[compiled.kept[one.parameter]].name
+    name = one.value
+    if one.parameter is not None and one.parameter < len(compiled.kept):
+        name = program.arguments[compiled.kept[one.parameter]].name
+    return f"{name} and {one.others} more" if name and one.others else name
 
 
 def _at(one: Unfused) -> str:

@@ -47,8 +47,18 @@ def headline(found: "Fusions") -> str:
         f"(read {size(found.read_bytes)}, written {size(found.written_bytes)})"
     )
     return f"{text}; one by one their operations would move {size(found.separate_bytes)}" + (
-        f", {found.separate_bytes / found.bytes:.2g} times as much" if found.bytes else ""
+        f", {ratio(found.separate_bytes, found.bytes)} times as much" if found.bytes else ""
     )
+
+
+def ratio(more: int, less: int) -> str:
+    """How many times as much, in two or three digits.
+
+    >>> ratio(7, 2), ratio(2123, 10)
+    ('3.5', '212')
+    """
+    times = more / less
+    return f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
 
 
 def cut_list(text: str, width: int) -> str:
@@ -202,4 +212,5 @@ def _apart(found: "Fusions", most: int) -> Table:
 def _what(one: "Unfused") -> str:
     if one.kind == "custom call":
         return f"{one.before} → {one.name} → {one.after}"
-    return f"{one.name} of {one.value}" if one.value else one.name
+    others = f" and {one.others} more" if one.others else ""
+    return f"{one.name} of {one.value}{others}" if one.value else one.name

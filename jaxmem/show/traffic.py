@@ -18,6 +18,7 @@ from jaxmem.show.figure import (
     width_of,
     write,
 )
+from jaxmem.show.fusions import ratio
 from jaxmem.show.words import clean, cut, cut_source, flops, seconds
 
 if TYPE_CHECKING:
@@ -85,9 +86,8 @@ def plot_fusions(
 def _title(report: "MemoryReport", found: "Fusions") -> str:
     each = " per device" if report.devices > 1 else ""
     text = f"{report.target}: moved in one call{each} {size(found.bytes)}, "
-    less = found.separate_bytes / found.bytes if found.bytes else 0
     return f"{text}without fusion {size(found.separate_bytes)}" + (
-        f" ({less:.2g} times as much)" if less else ""
+        f" ({ratio(found.separate_bytes, found.bytes)} times as much)" if found.bytes else ""
     )
 
 
