@@ -25,6 +25,8 @@ class Node:
       args: what it reads.
       outside: the array that it is, as (name, index into a tuple); None for what is computed here.
       opcode: of the instruction; "" for an array that it reads.
+      width: bits of an element in the type that the program has it in, where that is narrower
+        than the one that it is computed in; else 0.
     """
 
     instruction: Instruction
@@ -32,6 +34,7 @@ class Node:
     args: "Sequence[Node]" = ()
     outside: tuple[str, tuple[int, ...]] | None = None
     opcode: str = dataclasses.field(init=False)
+    width: int = 0
 
     def __post_init__(self) -> None:
         self.opcode = "" if self.outside else self.instruction.opcode.removesuffix("-start")
@@ -45,12 +48,9 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its value in the type that the program has it in.
-
-        TPUs compute some types in a wider one, of which memory sees nothing.
-        """
-        if self.outside is None and (match := _ORIGINAL.search(self.instruction.attributes)):
-            return -(-self.shape.size * bits(match[1].lower()) // 8)
+        """Bytes of its value in the type that the program has it in."""
+        if self.width and self.shape.elements is None:
+            return -(-self.shape.size * self.width // 8)
         return self.shape.bytes
 
 
@@ -79,6 +79,7 @@ def body(module: Module, kernel: Instruction) -> Body:
         found = [node]
     else:
         found = reader.inside(called, inputs)
+        _set_widths(reader.nodes, found)
     leaves = shape.elements if shape.elements is not None and len(found) > 1 else (shape,)
     return Body(tuple(reader.nodes), tuple(found), tuple(leaves))
 
@@ -128,12 +129,64 @@ def is_asked_for(instruction: Instruction) -> bool:
     return name in ("copy", "copy_p", "device_put", "transpose")
 
 
+def is_heavy(opcode: str) -> bool:
+    """Whether it is more than elementwise: a product, a reduction, a gather, a sort, a call."""
+    return opcode in _HEAVY
+
+
 # ---------------------------------------------------------------- implementation
 
+_HEAVY = frozenset(
+    [
+        "convolution",
+        "custom-call",
+        "dot",
+        "fft",
+        "gather",
+        "ragged-dot",
+        "reduce",
+        "reduce-window",
+        "scaled-dot",
+        "scatter",
+        "select-and-scatter",
+        "sort",
+    ]
+)
 _FAR = 64
 _ORIGINAL = re.compile(r'"float_type_correction_info":\{"original_type":"(\w+)"')
 _VIEWS = frozenset(["bitcast", "reshape", "opt-barrier"])
 _SAME = _VIEWS | {"get-tuple-element", "tuple", "copy-done", "slice-done", "async-done"}
+
+
+def _set_widths(nodes: Sequence[Node], outputs: Sequence[Node]) -> None:
+    """Find what the compiler computes in a wider type than the program, as memory never sees it.
+
+    It converts operands to the wider type and results back, and leaves out what is in between.
+    """
+    width: dict[Node, int] = {}
+    narrowed: dict[Node, int] = {}
+    kept = set(outputs)
+    for node in nodes:
+        mine = bits(node.shape.dtype)
+        if not node.outside and node.shape.dtype in ("f32", "f64", "bf16", "f16"):
+            if node.opcode == "convert" and not is_asked_for(node.instruction):
+                given = node.args[0]
+                narrowed[given] = max(narrowed.get(given, 0), mine)
+                mine = min(mine, width[given])
+            elif match := _ORIGINAL.search(node.instruction.attributes):
+                mine = bits(match[1].lower())
+            elif node.opcode not in ("constant", "convert", "iota") and not is_heavy(node.opcode):
+                floats = [a for a in node.args if a.shape.dtype == node.shape.dtype and a.size > 1]
+                if node.size > 1 and floats:
+                    mine = min(mine, max(width[arg] for arg in floats))
+        width[node] = mine
+        if node.opcode != "convert" or is_asked_for(node.instruction):
+            kept.update(node.args)
+    for node, mine in width.items():
+        if node in narrowed and node not in kept and not node.outside:
+            mine = min(mine, narrowed[node])
+        is_wide = mine < bits(node.shape.dtype) and node not in outputs
+        node.width = mine if is_wide else 0
 
 
 class _Reader:

@@ -10,7 +10,7 @@ from jaxmem.hlo import naming
 from jaxmem.hlo.bodies import Body, Node, body
 from jaxmem.hlo.fusions import Fusions, Kernel, Operation
 from jaxmem.hlo.loops import trip_count
-from jaxmem.hlo.operations import Numbers, is_operation, moved_alone
+from jaxmem.hlo.operations import COLLECTIVES, Numbers, is_operation, moved_alone
 from jaxmem.hlo.text import Instruction, Module
 from jaxmem.hlo.traffic import Access, reads, writes
 from jaxmem.hlo.unfused import Made, Unfused, line_of_user, merged_modules, unfused, work_of
@@ -177,7 +177,10 @@ class _Reader:
         return {} if space == _HOST else {"on_chip_bytes": access.bytes}
 
     def _words(self, instruction: Instruction) -> tuple[str, str]:
-        return naming.operation_of(instruction), self._source(instruction)
+        opcode = instruction.opcode.removesuffix("-start")
+        # jax's name of a collective is that of what is sent, where the partitioner has put it.
+        name = opcode if opcode in COLLECTIVES else naming.operation_of(instruction)
+        return name, self._source(instruction)
 
     def _copied(self, instruction: Instruction, inside: Body) -> tuple[str, str]:
         """The compiler's own doing: by what it does, at the line of what it does it to."""

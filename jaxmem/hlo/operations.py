@@ -10,9 +10,21 @@ import re
 from collections.abc import Hashable, Iterator
 
 from jaxmem.hlo import naming
-from jaxmem.hlo.bodies import Body, Node, is_asked_for
+from jaxmem.hlo.bodies import Body, Node, is_asked_for, is_heavy
 from jaxmem.hlo.text import Module
 from jaxmem.hlo.traffic import is_free, is_scalar, stated, updates
+
+COLLECTIVES = frozenset(
+    [
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "reduce-scatter",
+    ]
+)
 
 # ---------------------------------------------------------------- API
 
@@ -24,7 +36,7 @@ def is_operation(node: Node) -> bool:
         return False
     if opcode in _OWN:
         return is_asked_for(node.instruction)
-    return opcode in HEAVY or naming.is_named(node.instruction)
+    return is_heavy(opcode) or opcode in COLLECTIVES or naming.is_named(node.instruction)
 
 
 def moved_alone(node: Node, module: Module) -> int:
@@ -107,23 +119,6 @@ _NONE = frozenset(
 _NONE |= {""}
 # What compilers add for themselves.
 _OWN = ("convert", "copy", "transpose")
-# What they do not add for themselves, even where they have lost its name.
-HEAVY = frozenset(
-    [
-        "convolution",
-        "custom-call",
-        "dot",
-        "fft",
-        "gather",
-        "ragged-dot",
-        "reduce",
-        "reduce-window",
-        "scaled-dot",
-        "scatter",
-        "select-and-scatter",
-        "sort",
-    ]
-)
 # What may give something else each time.
 _ONCE = frozenset(
     ["custom-call", "infeed", "recv", "rng", "rng-bit-generator", "rng-get-and-update-state"]

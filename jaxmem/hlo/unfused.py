@@ -12,6 +12,7 @@ from typing import Literal
 
 from jaxmem.hlo import naming
 from jaxmem.hlo.bodies import Body, Node, is_asked_for, place_of
+from jaxmem.hlo.operations import COLLECTIVES
 from jaxmem.hlo.shapes import Shape
 from jaxmem.hlo.text import Instruction, Module
 from jaxmem.hlo.traffic import reads, writes
@@ -93,7 +94,7 @@ def work_of(kernel: Instruction, inside: Body, operations: Sequence[Node]) -> Wo
     """What a kernel does, by its heaviest kind of operation."""
     opcodes = {node.opcode for node in operations}
     opcode = kernel.opcode.removesuffix("-start")
-    if opcode in _COLLECTIVES or opcodes & _COLLECTIVES:
+    if opcode in COLLECTIVES or opcodes & COLLECTIVES:
         return "collective"
     targets = [node.instruction.target for node in operations if node.opcode == "custom-call"]
     if opcodes & _PRODUCTS or any(target.startswith(_LIBRARIES) for target in targets):
@@ -149,10 +150,6 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_COLLECTIVES = _words(
-    "all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all "
-    "reduce-scatter"
-)
 _PRODUCTS = _words("convolution dot ragged-dot scaled-dot")
 _LIBRARIES = ("__cublas$", "__cudnn$conv", "__cudnn$fmha", "__onednn$matmul")
 _OTHERS = _words(

@@ -142,24 +142,29 @@ def test_several_results_are_written_each_and_an_operand_given_twice_is_read_onc
     assert (kernel.work, kernel.name) == ("reduction", "reduce_sum")
 
 
-BEFORE = '{"float_type_correction_info":{"original_type":"BF16"}}'
+BEFORE = ', backend_config={"float_type_correction_info":{"original_type":"BF16"}}'
 
 
-def test_what_only_the_compiler_adds_is_no_operation():
-    kernel = one(
-        f"""%fused (p: bf16[1024]) -> bf16[1024] {{
+@pytest.mark.parametrize("said", ["", BEFORE], ids=["GPU", "TPU"])
+def test_what_only_the_compiler_adds_is_no_operation(said: str):
+    """The conversions to the type that a unit computes in, and what is left out between two."""
+    text = """%fused (p: bf16[1024]) -> bf16[1024] {{
   %p = bf16[1024]{{0}} parameter(0)
-  %wide = f32[1024]{{0}} convert(%p)
-  %t = f32[1024]{{0}} tanh(%wide){op("tanh")}, backend_config={BEFORE}
-  ROOT %narrow = bf16[1024]{{0}} convert(%t)
-}}""",
-        """ENTRY %main (x: bf16[1024]) -> bf16[1024] {
+  %wide = f32[1024]{{0}} convert(%p){asked}
+  %t = f32[1024]{{0}} tanh(%wide){tanh}
+  %s = f32[1024]{{0}} sine(%t){sine}
+  ROOT %narrow = bf16[1024]{{0}} convert(%s){asked}
+}}"""
+    entry = """ENTRY %main (x: bf16[1024]) -> bf16[1024] {
   %x = bf16[1024]{0} parameter(0)
   ROOT %fusion = bf16[1024]{0} fusion(%x), kind=kLoop, calls=%fused
-}""",
-    )
-    assert figures(kernel) == (2048, 2048, 4096), "tanh of bfloat16, not of float32"
-    assert [o.name for o in kernel.operations] == ["tanh"]
+}"""
+    tanh, sine = op("tanh"), op("sin")
+    kernel = one(text.format(asked="", tanh=tanh + said, sine=sine + said), entry)
+    assert figures(kernel) == (2048, 2048, 2 * 4096), "of bfloat16, not of float32"
+    assert [o.name for o in kernel.operations] == ["tanh", "sin"]
+    kernel = one(text.format(asked=op("convert_element_type"), tanh=tanh, sine=sine), entry)
+    assert figures(kernel) == (2048, 2048, 2 * (2048 + 4096) + 2 * 8192), "asked for"
 
 
 NESTED = f"""%bit (i: f32[64,64]) -> f32[64,64] {{
