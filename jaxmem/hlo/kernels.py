@@ -183,7 +183,7 @@ class _Reader:
         return name, self._source(instruction)
 
     def _copied(self, instruction: Instruction, inside: Body) -> tuple[str, str]:
-        """The compiler's own doing: what it is, and the line that it is for, or else of its operand."""
+        """The compiler's own doing: what it is, and the line that it is for or else comes from."""
         filled = not any(node.outside and node.size > 1 for node in inside.nodes)
         source = self._source(instruction) or line_of_user(self._module, instruction.name)
         if not source and (place := next((n.outside for n in inside.nodes if n.outside), None)):
