@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
-from jaxmem.report.fusions import broken_chains
 
 ROWS, WIDTH, LAYERS = 4096, 512, 12
 H = ROWS * WIDTH * 4  # bytes of an activation
@@ -288,9 +287,10 @@ def test_what_is_small_is_no_lint():
 
 
 def test_the_fusion_of_a_processor_is_not_that_of_accelerators():
-    found = jaxmem.memory_report(lambda x: x.T + 1, spec(2048, 2048))
-    assert not {lint.kind for lint in found.lints} & {"layout-copy", "conversion-written"}
-    assert broken_chains.__doc__
+    found = jaxmem.memory_report(lambda x: jnp.sort(x.astype(jnp.bfloat16)), spec(2048, 2048))
+    assert found.fusions is not None
+    assert any(one.total_bytes > found.fusions.bytes // 20 for one in found.fusions.unfused)
+    assert not any(lint.kind == "conversion-written" for lint in found.lints)
 
 
 # ---------------------------------------------------------------- the report
