@@ -1,3 +1,4 @@
+from . import layers as layers
 from . import linen as linen
 from . import nnx as nnx
 from . import policies as policies
@@ -30,6 +31,9 @@ from .hlo.fusions import Fusions as Fusions
 from .jobs.job import Job as Job
 from .jobs.verify import Verification as Verification
 from .jobs.verify import verify as verify
+from .low_memory import Replacements as Replacements
+from .low_memory import low_memory as low_memory
+from .low_memory import replacements as replacements
 from .parallel.zero import Zero as Zero
 from .pipeline import PipelinePlan as PipelinePlan
 from .pipeline import PipelineSchedule as PipelineSchedule
@@ -54,6 +58,7 @@ from .report.report import Suggestion as Suggestion
 from .report.roofline import Roofline as Roofline
 from .rewrite.inspect import PlannedStack as PlannedStack
 from .rewrite.inspect import stacks as stacks
+from .rewrite.low_memory import Replacement as Replacement
 from .scan import scan as scan
 from .solve.problem import Problem as Problem
 from .state import AdaLomoState as AdaLomoState

@@ -39,6 +39,9 @@ from jaxmem.trace.cache import Traces, Undecided, key_of
 # (setup, compact scopes, captured outputs), and wraps no function twice.
 _HANDLED = "method_handler_wrapped"
 
+# What makes of a pure function another with the same results.
+Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 # ---------------------------------------------------------------- API
 
 
@@ -138,18 +141,46 @@ def remat_instance(module: nn.Module, choice: Choice, methods: Any = ("__call__"
 
     Raises: as `remat_class`.
     """
-    cls = remat_class(type(module), choice, methods)
-    if module.parent is None:
-        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
-        return cls(**fields)
-    # The name is taken and the scope is open already: the new object takes both over.
-    twin = object.__new__(cls)
-    twin.__dict__.update(module.__dict__)
-    if isinstance(module.parent, nn.Module) and module.name is not None:
-        children = module.parent._state.children
-        if children.get(module.name) is module:
-            children[module.name] = twin
-    return twin
+    return _twin(module, remat_class(type(module), choice, methods))
+
+
+def lifted_class(cls: Any, rewrite: Rewrite, methods: Any = ("__call__",)) -> Any:
+    """A class that passes for `cls`, with these methods rewritten as pure functions.
+
+    Raises:
+      TypeError: a name in `methods` is no plain method of `cls`.
+    """
+    lifted = {
+        name: lifted_method(plain_method(cls, name, None), rewrite)
+        for name in method_names(methods)
+    }
+    return subclass(cls, lifted)
+
+
+def lifted_instance(
+    module: nn.Module, rewrite: Rewrite, methods: Any = ("__call__",)
+) -> nn.Module:
+    """The module with these methods rewritten: same fields, name, parent and variables.
+
+    Raises: as `lifted_class`.
+    """
+    return _twin(module, lifted_class(type(module), rewrite, methods))
+
+
+def lifted_method(method: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
+    """A method that runs as a rewritten pure function of its module's variables and keys.
+
+    In `init`, which differentiates nothing, it runs as it stands.
+    """
+    body = method if hasattr(method, _HANDLED) else _entered(method)
+    lifted = _lifted(body, lambda pure, module, scopes: rewrite(pure))
+
+    @functools.wraps(method)
+    def rewritten_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = method if _initializing(self) else lifted
+        return run(self, *args, **kwargs)
+
+    return rewritten_method
 
 
 def call_method(
@@ -171,7 +202,26 @@ def call_method(
 
 
 def _lift(method: Callable[..., Any], choice: Choice, traces: Traces) -> Callable[..., Any]:
-    """`method` of a bound module, run as a rewritten pure function of its variables and keys."""
+    """`method` of a bound module, run as a pure function of its variables and keys by a policy."""
+
+    def under_policy(
+        pure: Callable[..., Any], module: nn.Module, scopes: Callable[[], list[Any]]
+    ) -> Callable[..., Any]:
+        outside = _Outside(module, scopes)
+        eager = eager_call(traces, outside.decides, outside.look, outside.again)
+        return rewritten(pure, choice, eager)
+
+    return _lifted(method, under_policy)
+
+
+def _lifted(
+    method: Callable[..., Any], rewrite: Callable[[Any, Any, Any], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """`method` of a bound module, run as a rewritten pure function of its variables and keys.
+
+    Args:
+      rewrite: from the pure function, the module and what gives its scopes.
+    """
 
     def transform(scope_function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         def inner(
@@ -185,9 +235,8 @@ def _lift(method: Callable[..., Any], choice: Choice, traces: Traces) -> Callabl
             pure.__name__ = getattr(method, "__name__", "method")
             pure.__qualname__ = getattr(method, "__qualname__", "method")
             vars(pure)["__wrapped__"] = method  # for messages: where it was written
-            outside = _Outside(module, lambda: jax.tree.leaves(scope_of(variables, keys)))
-            eager = eager_call(traces, outside.decides, outside.look, outside.again)
-            return rewritten(pure, choice, eager)(variables, keys, args, kwargs)
+            run = rewrite(pure, module, lambda: jax.tree.leaves(scope_of(variables, keys)))
+            return run(variables, keys, args, kwargs)
 
         everything = (True,)
         return lift.pack(inner, everything, everything, everything, enable_kwargs=True)
@@ -197,6 +246,21 @@ def _lift(method: Callable[..., Any], choice: Choice, traces: Traces) -> Callabl
         return transforms.decorator_lift_transform(with_module, method)(module, *args, **kwargs)
 
     return lifted
+
+
+def _twin(module: nn.Module, cls: Any) -> nn.Module:
+    """A module as an object of a subclass of its class."""
+    if module.parent is None:
+        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+        return cls(**fields)
+    # The name is taken and the scope is open already: the new object takes both over.
+    twin = object.__new__(cls)
+    twin.__dict__.update(module.__dict__)
+    if isinstance(module.parent, nn.Module) and module.name is not None:
+        children = module.parent._state.children
+        if children.get(module.name) is module:
+            children[module.name] = twin
+    return twin
 
 
 class _Outside:

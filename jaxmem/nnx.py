@@ -36,6 +36,9 @@ from jaxmem.trace.cache import Traces, key_of
 
 _TAG = "jaxmem"
 
+# What makes of a pure function another with the same results.
+Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 # ---------------------------------------------------------------- API
 
 
@@ -135,13 +138,7 @@ def remat_class(cls: Any, choice: Choice, methods: Any = ("__call__",)) -> Any:
         name: _under_policy(plain_method(cls, name, choice), choice)
         for name in method_names(methods)
     }
-    # nnx.capture looks for methods in the class's own namespace only.
-    own = {
-        name: member
-        for name, member in vars(cls).items()
-        if inspect.isfunction(member) and not name.startswith("_")
-    }
-    return subclass(cls, {"__jaxmem_choice__": choice, **own, **lifted})
+    return subclass(cls, {"__jaxmem_choice__": choice, **_own_methods(cls), **lifted})
 
 
 def remat_instance(module: Any, choice: Choice, methods: Any = ("__call__",)) -> Any:
@@ -152,6 +149,39 @@ def remat_instance(module: Any, choice: Choice, methods: Any = ("__call__",)) ->
     twin = object.__new__(remat_class(type(module), choice, methods))
     vars(twin).update(vars(module))
     return twin
+
+
+def lifted_class(cls: Any, rewrite: Rewrite, methods: Any = ("__call__",)) -> Any:
+    """A class that passes for `cls`, with these methods rewritten as pure functions.
+
+    Raises:
+      TypeError: a name in `methods` is no plain method of `cls`.
+    """
+    lifted = {
+        name: lifted_method(plain_method(cls, name, None), rewrite)
+        for name in method_names(methods)
+    }
+    return subclass(cls, {**_own_methods(cls), **lifted})
+
+
+def lifted_instance(module: Any, rewrite: Rewrite, methods: Any = ("__call__",)) -> Any:
+    """A module that shares all variables and submodules with this one, its methods rewritten.
+
+    Raises: as `lifted_class`.
+    """
+    twin = object.__new__(lifted_class(type(module), rewrite, methods))
+    vars(twin).update(vars(module))
+    return twin
+
+
+def lifted_method(method: Callable[..., Any], rewrite: Rewrite) -> Callable[..., Any]:
+    """A method that runs as a rewritten pure function of its module's state."""
+
+    @functools.wraps(method)
+    def rewritten_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return lifted_call(method, rewrite, (self, *args), kwargs)
+
+    return rewritten_method
 
 
 def call(
@@ -168,6 +198,21 @@ def call(
     Args:
       traces: of `fn`, for eager calls; None to trace each.  As for `nnx.jit`, what decides them is
         the structure of the modules, the types of their arrays and all other arguments by value.
+    """
+
+    def under_policy(pure: Callable[..., Any]) -> Callable[..., Any]:
+        eager = None if traces is None else eager_call(traces, lambda: key_of(_unbound(fn, ())[0]))
+        return rewritten(pure, choice, eager)
+
+    return lifted_call(fn, under_policy, args, kwargs)
+
+
+def lifted_call(
+    fn: Callable[..., Any], rewrite: Rewrite, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """``fn(*args, **kwargs)`` as a rewritten pure function, with NNX modules among the arguments.
+
+    A bound method of a module counts its module among the arguments.
     """
     fn, args = _unbound(fn, args)
 
@@ -188,8 +233,7 @@ def call(
     vars(pure)["__wrapped__"] = fn  # whose line is shown
     with nnx.update_context(_TAG):
         tree = extract.to_tree((args, dict(kwargs)), ctxtag=_TAG)
-        eager = None if traces is None else eager_call(traces, lambda: key_of(fn))
-        changed, kept, result = rewritten(pure, choice, eager)(tree)
+        changed, kept, result = rewrite(pure)(tree)
         if changed is None:
             _, result = extract.from_tree((kept, result), ctxtag=_TAG, is_inner=False)
             return result
@@ -212,6 +256,15 @@ def is_bound_method(fn: Any) -> bool:
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _own_methods(cls: Any) -> dict[str, Any]:
+    # nnx.capture looks for methods in the class's own namespace only.
+    return {
+        name: member
+        for name, member in vars(cls).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+    }
 
 
 def _under_policy(method: Callable[..., Any], choice: Choice) -> Callable[..., Any]:

@@ -102,7 +102,7 @@ found = {{{{name: getattr(jaxmem, name) for name in jaxmem.__all__}}}}
 print(*(name for name, value in found.items() if isinstance(value, types.ModuleType)))
 """
     for names_first in (False, True):
-        assert python(code.format(names_first)).split() == ["linen", "nnx", "policies", "targets"]
+        assert python(code.format(names_first)).split() == ["layers", "linen", "nnx", "policies", "targets"]
 
 
 @pytest.mark.slow

@@ -137,7 +137,8 @@ def stepped(what: Stepped, x: Any) -> Any:
 def _(what: Stepped, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     (x,), (tangent,) = primals, tangents
     codes = checkpoint_name(packed(what.steps.index(x), 2), what.name)
-    return stepped(what, x), linear(_Slope(what.steps, x.shape), tangent, codes)
+    # In operations of jax, not by the function itself: plans see each value.
+    return what.forward(x), linear(_Slope(what.steps, x.shape), tangent, codes)
 
 
 @dataclasses.dataclass(frozen=True)

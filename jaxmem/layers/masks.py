@@ -98,7 +98,7 @@ def _relu(x: Any) -> Any:
 def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     (x,), (tangent,) = primals, tangents
     bits = checkpoint_name(packed(x > jnp.zeros((), x.dtype), 1), "relu_mask")
-    return _relu(x), linear(_Masked(x.shape), tangent, bits)
+    return lax.max(x, jnp.zeros((), x.dtype)), linear(_Masked(x.shape), tangent, bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,4 +137,43 @@ def _dropout(what: _Dropout, x: Any, data: Any) -> Any:
 def _(what: _Dropout, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     (x, data), (tangent, _) = primals, tangents
     data = checkpoint_name(data, "dropout_key")
-    return _dropout(what, x, data), linear(what, tangent, data)
+    return what(x, data), linear(what, tangent, data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remasked:
+    """What zeros some elements, as a function of the data of keys; in it what is masked is linear.
+
+    Attributes:
+      piece: from keys to the mask.
+      impls: of the keys.
+      kept_where: the value of the mask where elements stay.
+    """
+
+    piece: Any
+    impls: tuple[Any, ...]
+    kept_where: bool
+
+    def __call__(self, x: Any, *data: Any) -> Any:
+        keys = (jax.random.wrap_key_data(d, impl=i) for d, i in zip(data, self.impls, strict=True))
+        (mask,) = self.piece(*keys)
+        zeros = jnp.zeros_like(x)
+        return lax.select(mask, x, zeros) if self.kept_where else lax.select(mask, zeros, x)
+
+
+def remasked(piece: Any, kept_where: bool, x: Any, *keys: Any) -> Any:
+    """`x` with zeros where a mask says, that is made of the keys again in the backward pass."""
+    what = Remasked(piece, tuple(map(jax.random.key_impl, keys)), kept_where)
+    return _remasked(what, x, *map(jax.random.key_data, keys))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _remasked(what: Remasked, x: Any, *data: Any) -> Any:
+    return what(x, *data)
+
+
+@_remasked.defjvp
+def _(what: Remasked, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    (x, *data), (tangent, *_) = primals, tangents
+    data = [checkpoint_name(d, "dropout_key") for d in data]
+    return what(x, *data), linear(what, tangent, *data)

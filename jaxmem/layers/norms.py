@@ -46,8 +46,24 @@ class Norm:
     dtype: Any
     fast_variance: bool = True
 
-    def __call__(self, x: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(what is divided by σ, 1 / σ, variance), as Flax computes them, in float32 at least."""
+    def bare(self, x: Any) -> tuple[Any, Any]:
+        """(y, r = 1 / σ), computed as Flax does, in float32 at least."""
+        wide, rstd = self._parts(x)
+        return (wide * rstd).astype(self.dtype), rstd
+
+    def affine(self, x: Any, scale: Any, bias: Any) -> tuple[Any, Any, Any]:
+        """(y scaled and shifted, y, r); y in the narrower dtype of argument and result."""
+        wide, rstd = self._parts(x)
+        # In the order of Flax's layers, for the same bits.
+        out = wide * (rstd if scale is None else rstd * scale)
+        out = out if bias is None else out + bias
+        return out.astype(self.dtype), (wide * rstd).astype(self.narrower(x.dtype)), rstd
+
+    def narrower(self, dtype: Any) -> Any:
+        """In which dtype y is kept of an argument of this one, where it is no result."""
+        return min(dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+
+    def _parts(self, x: Any) -> tuple[Any, Any]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean = functools.partial(jnp.mean, axis=self.axes, keepdims=True)
         if not self.centered:
@@ -61,7 +77,7 @@ class Norm:
             center = mean(wide)
             variance = mean(lax.square(wide - center))
             wide = wide - center
-        return wide, lax.rsqrt(variance + jnp.asarray(self.epsilon, wide.dtype)), variance
+        return wide, lax.rsqrt(variance + jnp.asarray(self.epsilon, wide.dtype))
 
 
 # ---------------------------------------------------------------- API
@@ -203,60 +219,54 @@ def _checked(
 def normalised(how: Norm, x: Any, scale: Any = None, bias: Any = None) -> jax.Array:
     """Normalised, scaled and shifted; the parameters have the shape of the axes, or are None."""
     if scale is None and bias is None:
-        return _bare(how, x)[0]
+        return bare(how, x)
     shape = [length if k in how.axes else 1 for k, length in enumerate(x.shape)]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     scale, bias = (
         None if p is None else p.reshape(shape).astype(jnp.promote_types(p.dtype, wide))
         for p in (scale, bias)
     )
-    return _affine(how, x, scale, bias)[0]
+    return affine(how, x, scale, bias)
+
+
+# In the rules values are computed in operations of jax, not by the function itself: plans see each
+# of them, and derivatives of higher order are those of the plain code.
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _bare(how: Norm, x: Any) -> tuple[Any, Any]:
-    """(y, r)."""
-    wide, rstd, _ = how(x)
-    return (wide * rstd).astype(how.dtype), rstd
+def bare(how: Norm, x: Any) -> Any:
+    """Normalised."""
+    return how.bare(x)[0]
 
 
-@_bare.defjvp
+@bare.defjvp
 def _(how: Norm, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     (x,), (tangent,) = primals, tangents
-    y, rstd = _bare(how, x)
+    y, rstd = how.bare(x)
     y, rstd = checkpoint_name(y, "norm"), checkpoint_name(rstd, "norm_rstd")
-    pushed = linear(_Pushed(how), tangent, y, rstd)
-    return (y, rstd), (pushed, linear(_Spread(how), tangent, y, rstd))
+    return y, linear(_Pushed(how.centered, how.axes, y.dtype), tangent, y, rstd)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _affine(how: Norm, x: Any, scale: Any, bias: Any) -> tuple[Any, Any, Any]:
-    """(result, y, r); y in the narrower dtype of argument and result."""
-    wide, rstd, _ = how(x)
-    # In the order of Flax's layers, for the same bits.
-    out = wide * (rstd if scale is None else rstd * scale)
-    out = out if bias is None else out + bias
-    kept = min(x.dtype, how.dtype, key=lambda dtype: dtype.itemsize)
-    return out.astype(how.dtype), (wide * rstd).astype(kept), rstd
+def affine(how: Norm, x: Any, scale: Any, bias: Any) -> Any:
+    """Normalised, scaled and shifted by what broadcasts to `x`, or is None."""
+    return how.affine(x, scale, bias)[0]
 
 
-@functools.partial(_affine.defjvp, symbolic_zeros=True)
+@functools.partial(affine.defjvp, symbolic_zeros=True)
 def _(how: Norm, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     (x, scale, bias), (of_x, of_scale, of_bias) = primals, tangents
-    out, y, rstd = _affine(how, x, scale, bias)
+    out, y, rstd = how.affine(x, scale, bias)
     y, rstd = checkpoint_name(y, "norm"), checkpoint_name(rstd, "norm_rstd")
-    parts, of_y, of_rstd = [], jnp.zeros_like(y), jnp.zeros_like(rstd)
+    parts = []
     if _moves(of_x):
         scaled = () if scale is None else (scale,)
-        parts.append(linear(_Pushed(how), of_x, y, rstd, *scaled))
-        of_y = linear(_Pushed(dataclasses.replace(how, dtype=y.dtype)), of_x, y, rstd)
-        of_rstd = linear(_Spread(how), of_x, y, rstd)
+        parts.append(linear(_Pushed(how.centered, how.axes, out.dtype), of_x, y, rstd, *scaled))
     if _moves(of_scale):
-        parts.append(linear(_Scaled(how.dtype), of_scale, y))
+        parts.append(linear(_Scaled(out.dtype), of_scale, y))
     if _moves(of_bias):
-        parts.append(jnp.broadcast_to(of_bias, x.shape).astype(how.dtype))
-    pushed = functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
-    return (out, y, rstd), (pushed, of_y, of_rstd)
+        parts.append(jnp.broadcast_to(of_bias, out.shape).astype(out.dtype))
+    return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
 
 
 def _moves(tangent: Any) -> bool:
@@ -267,29 +277,20 @@ def _moves(tangent: Any) -> bool:
 class _Pushed:
     """The tangent of y, scaled."""
 
-    how: Norm
+    centered: bool
+    axes: tuple[int, ...]
+    dtype: Any
 
     def __call__(self, tangent: Any, y: Any, rstd: Any, *scale: Any) -> Any:
         tangent, y = tangent.astype(rstd.dtype), y.astype(rstd.dtype)
-        mean = functools.partial(jnp.mean, axis=self.how.axes, keepdims=True)
+        mean = functools.partial(jnp.mean, axis=self.axes, keepdims=True)
         pushed = tangent - y * mean(tangent * y)
-        if self.how.centered:
+        if self.centered:
             pushed = pushed - mean(tangent)
         pushed = rstd * pushed
         for factor in scale:
             pushed = pushed * factor
-        return pushed.astype(self.how.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spread:
-    """The tangent of r."""
-
-    how: Norm
-
-    def __call__(self, tangent: Any, y: Any, rstd: Any) -> Any:
-        moved = tangent.astype(rstd.dtype) * y.astype(rstd.dtype)
-        return -lax.square(rstd) * jnp.mean(moved, axis=self.how.axes, keepdims=True)
+        return pushed.astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,6 +305,10 @@ class _Scaled:
 
 @jax.custom_jvp
 def _norm_linear(y: Any, kernel: Any, scale: Any, shift: Any, bias: Any) -> Any:
+    return _folded(y, kernel, scale, shift, bias)
+
+
+def _folded(y: Any, kernel: Any, scale: Any, shift: Any, bias: Any) -> Any:
     out = y @ (kernel if scale is None else _rows(scale) * kernel)
     return _shifted(out, kernel, shift, bias)
 
@@ -325,7 +330,7 @@ def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         primals,
         tangents,
     )
-    out = _norm_linear(*primals)
+    out = _folded(*primals)
     parts = []
     if _moves(of_y):
         # The scaled kernel is as large as the kernel; it is made again in the backward pass.

@@ -80,7 +80,7 @@ class Origin:
     @property
     def module(self) -> str:
         eqns = [*self.calls, self.eqn] if self.eqn is not None else self.calls
-        return "/".join(part for eqn in eqns if (part := _module(eqn)))
+        return "/".join(part for eqn in eqns if (part := module_of(eqn)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _alike(inner: Any, outer: Any, per_shard: bool) -> bool:
     )
 
 
-def _module(eqn: core.JaxprEqn) -> str:
+def module_of(eqn: core.JaxprEqn) -> str:
     """The name stack of an equation without the wrappers added by transformations."""
     text = str(eqn.source_info.name_stack)
     while (plain := re.sub(r"\w+\(([^()]*)\)", r"\1", text)) != text:
