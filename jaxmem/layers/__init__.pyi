@@ -1,3 +1,5 @@
+from . import linen as linen
+from . import nnx as nnx
 from .activations import regelu2 as regelu2
 from .activations import resilu2 as resilu2
 from .masks import dropout as dropout

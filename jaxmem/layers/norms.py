@@ -119,7 +119,7 @@ def ms_layer_norm(
     >>> [(row.name, row.bytes) for row in kept]
     [('norm', 32768), ('norm_rstd', 1024)]
     """
-    return _checked(
+    return checked(
         "ms_layer_norm", True, x, scale, bias, axis, epsilon, dtype, bool(fast_variance)
     )
 
@@ -140,7 +140,7 @@ def ms_rms_norm(
     >>> jaxmem.layers.ms_rms_norm(jnp.array([3.0, 3.0, -3.0]), epsilon=0.0)
     Array([ 1.,  1., -1.], dtype=float32)
     """
-    return _checked("ms_rms_norm", False, x, scale, None, axis, epsilon, dtype, True)
+    return checked("ms_rms_norm", False, x, scale, None, axis, epsilon, dtype, True)
 
 
 def norm_linear(
@@ -194,7 +194,30 @@ def norm_linear(
 # ---------------------------------------------------------------- implementation
 
 
-def _checked(
+def check_module(name: str, module: Any, mask: Any) -> None:
+    """That a module of Flax asks for nothing that these norms cannot do.
+
+    Raises:
+      ValueError: it does.
+    """
+    if mask is not None:
+        raise ValueError(
+            f"{name} takes no mask: the mean in its backward pass is one of all elements; use "
+            "Flax's module there"
+        )
+    if module.axis_name is not None:
+        raise ValueError(
+            f"{name} takes no axis_name: what it normalises is on one device or split by a "
+            "sharding, not by hand; use Flax's module there"
+        )
+    if module.reduction_axes != module.feature_axes:
+        raise ValueError(
+            f"{name} has scale and bias along the axes that it normalises, got "
+            f"reduction_axes={module.reduction_axes} and feature_axes={module.feature_axes}"
+        )
+
+
+def checked(
     name: str,
     centered: bool,
     x: Any,
@@ -205,6 +228,7 @@ def _checked(
     dtype: Any,
     fast_variance: bool,
 ) -> jax.Array:
+    """Normalised, what was asked for being looked at; `name` is for messages."""
     x = checks.floats(name, x)
     axes = checks.axes(name, axis, x.ndim)
     shape = tuple(x.shape[k] for k in axes)
