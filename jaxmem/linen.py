@@ -157,9 +157,7 @@ def lifted_class(cls: Any, rewrite: Rewrite, methods: Any = ("__call__",)) -> An
     return subclass(cls, lifted)
 
 
-def lifted_instance(
-    module: nn.Module, rewrite: Rewrite, methods: Any = ("__call__",)
-) -> nn.Module:
+def lifted_instance(module: nn.Module, rewrite: Rewrite, methods: Any = ("__call__",)) -> nn.Module:
     """The module with these methods rewritten: same fields, name, parent and variables.
 
     Raises: as `lifted_class`.

@@ -21,7 +21,7 @@ from flax import linen as flax_linen
 from jaxmem import linen
 from jaxmem._util.imported import nnx_is_used
 from jaxmem._util.text import columns
-from jaxmem.errors import NoEffectWarning, check_flags, warn
+from jaxmem.errors import check_flags
 from jaxmem.rewrite.low_memory import (
     LowMemory,
     Replacement,
@@ -61,9 +61,7 @@ class Replacements:
         one = len(self.rows) == 1
         head = f"{len(self.rows)} layer{'' if one else 's'} replaced by one that keeps less; "
         head += (
-            f"{approximate} with an approximate gradient"
-            if approximate
-            else "gradients are exact"
+            f"{approximate} with an approximate gradient" if approximate else "gradients are exact"
         )
         cells = []
         for row in self.rows:
@@ -125,7 +123,7 @@ def low_memory(
     check_flags(exact=exact)
     if target is None:
         return functools.partial(low_memory, exact=exact, methods=methods)
-    rewrite = _rewrite(LowMemory(exact))
+    rewrite = functools.partial(with_low_memory, choice=LowMemory(exact))
     if methods is not None and not _is_module(target):
         raise TypeError(
             f"methods= goes with a Flax module class or instance, and {target!r} is none; "
@@ -195,40 +193,6 @@ def replacements(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaceme
 
 
 # ---------------------------------------------------------------- implementation
-
-
-def _rewrite(choice: LowMemory) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What is said once where nothing is found is said of what is decorated."""
-
-    def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
-        run = with_low_memory(fn, choice)
-
-        @functools.wraps(fn)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with noting_replacements() as notes:
-                out = run(*args, **kwargs)
-            if not notes:
-                _warn_of_none(fn)
-            return out
-
-        return watched
-
-    return rewrite
-
-
-_WARNED: set[str] = set()
-
-
-def _warn_of_none(fn: Callable[..., Any]) -> None:
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    if name not in _WARNED:
-        _WARNED.add(name)
-        warn(
-            f"low_memory found nothing to replace in {name}: no GELU, SiLU, ReLU, dropout or norm "
-            "of a forward pass.  Decorate the model or its loss, not its gradient or a train step; "
-            "functions with a derivative of their own (jax.custom_vjp) are not looked into",
-            NoEffectWarning,
-        )
 
 
 def _function(fn: Callable[..., Any], rewrite: Any) -> Callable[..., Any]:

@@ -102,7 +102,8 @@ found = {{{{name: getattr(jaxmem, name) for name in jaxmem.__all__}}}}
 print(*(name for name, value in found.items() if isinstance(value, types.ModuleType)))
 """
     for names_first in (False, True):
-        assert python(code.format(names_first)).split() == ["layers", "linen", "nnx", "policies", "targets"]
+        modules = python(code.format(names_first)).split()
+        assert modules == ["layers", "linen", "nnx", "policies", "targets"]
 
 
 @pytest.mark.slow

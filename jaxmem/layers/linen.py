@@ -161,6 +161,4 @@ def _normalised(module: Any, centered: bool, x: Any, mask: Any, fast_variance: b
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     dtype = nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=module.dtype)
     name = type(module).__name__
-    return norms.checked(
-        name, centered, x, scale, bias, axes, module.epsilon, dtype, fast_variance
-    )
+    return norms.checked(name, centered, x, scale, bias, axes, module.epsilon, dtype, fast_variance)

@@ -119,9 +119,7 @@ def ms_layer_norm(
     >>> [(row.name, row.bytes) for row in kept]
     [('norm', 32768), ('norm_rstd', 1024)]
     """
-    return checked(
-        "ms_layer_norm", True, x, scale, bias, axis, epsilon, dtype, bool(fast_variance)
-    )
+    return checked("ms_layer_norm", True, x, scale, bias, axis, epsilon, dtype, bool(fast_variance))
 
 
 def ms_rms_norm(

@@ -240,4 +240,3 @@ def _random_mask(makers: Makers, mask: Any) -> tuple[list[Any], Piece] | None:
         return None
     piece = makers.piece(ins, [mask])
     return None if piece is None else (ins, piece)
-

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.errors import NoEffectWarning, warn
 from jaxmem.layers.norm_patterns import norm_matches
 from jaxmem.layers.patterns import (
     KEPT_CALLS,
@@ -26,6 +27,7 @@ from jaxmem.layers.patterns import (
     relu_matches,
 )
 from jaxmem.layers.pieces import Makers
+from jaxmem.trace.find import find
 from jaxmem.trace.origin import module_of
 from jaxmem.trace.source import source_line
 
@@ -98,7 +100,9 @@ def with_low_memory(fn: Callable[..., Any], choice: LowMemory) -> Callable[..., 
 
         arrays = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
         closed = jax.make_jaxpr(flat)(*arrays)
-        found = iter(evaluated(closed, arrays, choice))
+        with noting_replacements() as notes:
+            found = iter(evaluated(closed, arrays, choice))
+        _warn_of_no_effect(fn, closed, notes)
         out_tree, others, is_array = statics
         outs = [next(found) if a else o for a, o in zip(is_array, others, strict=True)]
         return jax.tree.unflatten(out_tree, outs)
@@ -130,6 +134,30 @@ def noting_replacements() -> Iterator[list[Replacement]]:
 
 # ---------------------------------------------------------------- implementation
 
+_WARNED: set[str] = set()
+
+
+def _warn_of_no_effect(fn: Any, closed: ClosedJaxpr, notes: Sequence[Replacement]) -> None:
+    """Once for each function."""
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    if name in _WARNED:
+        return
+    if find(closed).takes_gradients:
+        _WARNED.add(name)
+        warn(
+            f"{name} takes gradients itself (a backward pass is part of it), and low_memory around "
+            "it comes too late to change what they read; unless it is differentiated once more "
+            "outside, decorate the model or the loss function in it instead",
+            NoEffectWarning,
+        )
+    elif not notes:
+        _WARNED.add(name)
+        warn(
+            f"low_memory found nothing to replace in {name}: no GELU, SiLU, ReLU, dropout or norm. "
+            "Functions with a derivative of their own (jax.custom_vjp) are not looked into",
+            NoEffectWarning,
+        )
+
 
 def _flat(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A jaxpr with the insides of jits in their places, but for those that are known by name."""
@@ -151,9 +179,7 @@ def _matches(closed: ClosedJaxpr, choice: LowMemory) -> dict[int, Match]:
     return {match.place: match for match in found}
 
 
-def _evaluate(
-    closed: ClosedJaxpr, args: Sequence[Any], choice: LowMemory, count: int
-) -> list[Any]:
+def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: LowMemory, count: int) -> list[Any]:
     """Evaluates a flat jaxpr.
 
     Args:
