@@ -83,8 +83,9 @@ def regelu2(x: Any, approximate: bool = True) -> jax.Array:
     """GELU, of which the backward pass reads two bits an element and not the input.
 
     The value is that of `jax.nn.gelu`, bit for bit.  The gradient is approximate: the derivative is
-    a step function, in the mean over a standard normal 0.051 away.  A NaN has the slope 0, and
-    passes on the NaN that it made of the loss.
+    a step function, that of the sum of three ReLUs nearest to GELU in the mean square.  Over a
+    standard normal the sum is 0.044 from GELU in the mean, and the step function 0.178 from its
+    derivative.  A NaN has the slope 0: where it made the loss NaN the gradient is NaN as well.
 
     Args:
       x: floats of any shape.
@@ -111,7 +112,8 @@ def regelu2(x: Any, approximate: bool = True) -> jax.Array:
 def resilu2(x: Any) -> jax.Array:
     """SiLU (swish), of which the backward pass reads two bits an element and not the input.
 
-    As `regelu2`, for `jax.nn.silu`; what is kept has the name "resilu2".
+    As `regelu2`, for `jax.nn.silu`; what is kept has the name "resilu2".  Over a standard normal
+    the sum of ReLUs is 0.084 from SiLU in the mean, and its derivative 0.238 from that of SiLU.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> jax.grad(lambda x: jaxmem.layers.resilu2(x).sum())(jnp.array([-9.0, -1.0, 1.0, 9.0]))

@@ -6,9 +6,9 @@ takes the tangent and the packed factor at once cannot be taken apart.  Only the
 into it.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,9 @@ from jaxmem import _jax
 # ---------------------------------------------------------------- types
 
 
-class Rule(Hashable, Protocol):
-    """A function of a tangent, in which it is linear, and of what was kept.
-
-    It is compared by value, so that programs that use it are found again.
-    """
-
-    def __call__(self, tangent: Any, *kept: Any) -> Any: ...
-
+# A function of a tangent, in which it is linear, and of what was kept.  It is compared by value, so
+# that programs that use it are found again.
+Rule = Callable[..., Any]
 
 # ---------------------------------------------------------------- API
 

@@ -276,8 +276,8 @@ def _match(
         # A cast of what is normalised alone is taken in: then that is what is kept.
         uses = used_by.get(out, [])
         cast = uses[0] if len(uses) == 1 else None
-        narrow = cast is not None and cast.primitive.name == "convert_element_type"
-        if narrow and cast.outvars[0].aval.dtype == x.aval.dtype:
+        is_cast = cast is not None and cast.primitive.name == "convert_element_type"
+        if cast is not None and is_cast and cast.outvars[0].aval.dtype == x.aval.dtype:
             out, place = cast.outvars[0], makers.place[cast.outvars[0]]
     ins = [x] if scale is None else [x, scale]
     piece = makers.piece(ins, [out, wide, sigma])

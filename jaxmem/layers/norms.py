@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm that keep what they return for the backward pass, not what they are given.
+"""Layer and RMS norms that keep what they return for the backward pass, not what they are given.
 
 The gradient follows from the normalised values y and their factor r = 1 / σ alone:
 
@@ -348,7 +348,7 @@ def _rows(scale: Any) -> Any:
 
 @functools.partial(_norm_linear.defjvp, symbolic_zeros=True)
 def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    (y, kernel, scale, shift, bias), (of_y, of_kernel, of_scale, of_shift, of_bias) = (
+    (y, kernel, scale, shift, _), (of_y, of_kernel, of_scale, of_shift, of_bias) = (
         primals,
         tangents,
     )

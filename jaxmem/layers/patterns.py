@@ -57,7 +57,7 @@ def activation_matches(makers: Makers) -> Iterator[Match]:
         for known in _TEMPLATES:
             source = _unified(makers, _traced(known.form, dtype), eqn.outvars[0])
             piece = None if source is None else makers.piece([source], eqn.outvars)
-            if piece is None or source.aval.shape != eqn.outvars[0].aval.shape:
+            if source is None or piece is None or source.aval.shape != eqn.outvars[0].aval.shape:
                 continue
             forward = functools.partial(_only, piece)
             stepped = activations.Stepped(known.by, known.steps, forward)
@@ -76,9 +76,9 @@ def relu_matches(makers: Makers) -> Iterator[Match]:
             continue
         eqns = _jax.inlined(inner).jaxpr.eqns
         zeros = [a.val for e in eqns for a in e.invars if _jax.is_literal(a)]
-        if [e.primitive.name for e in eqns] == ["max"] and [float(z) for z in zeros] == [0.0]:
-            if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
-                yield Match(place, list(eqn.invars), masks.relu, "relu", "relu", "exact")
+        is_max = [e.primitive.name for e in eqns] == ["max"] and [float(z) for z in zeros] == [0.0]
+        if is_max and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+            yield Match(place, list(eqn.invars), masks.relu, "relu", "relu", "exact")
 
 
 KEPT_CALLS = frozenset({"_bernoulli"})
@@ -182,8 +182,10 @@ def _unified(makers: Makers, template: Makers, out: Any) -> Any | None:
             return False
         if not _same_params(one.params, other.params):
             return False
+        before = list(found)
         if all(map(same_here, one.invars, other.invars)):
             return True
+        found[:] = before
         swapped = one.primitive.name in _COMMUTE
         return swapped and all(map(same_here, one.invars, other.invars[::-1]))
 

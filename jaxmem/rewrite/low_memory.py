@@ -134,16 +134,10 @@ def noting_replacements() -> Iterator[list[Replacement]]:
 
 # ---------------------------------------------------------------- implementation
 
-_WARNED: set[str] = set()
-
 
 def _warn_of_no_effect(fn: Any, closed: ClosedJaxpr, notes: Sequence[Replacement]) -> None:
-    """Once for each function."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    if name in _WARNED:
-        return
     if find(closed).takes_gradients:
-        _WARNED.add(name)
         warn(
             f"{name} takes gradients itself (a backward pass is part of it), and low_memory around "
             "it comes too late to change what they read; unless it is differentiated once more "
@@ -151,7 +145,6 @@ def _warn_of_no_effect(fn: Any, closed: ClosedJaxpr, notes: Sequence[Replacement
             NoEffectWarning,
         )
     elif not notes:
-        _WARNED.add(name)
         warn(
             f"low_memory found nothing to replace in {name}: no GELU, SiLU, ReLU, dropout or norm. "
             "Functions with a derivative of their own (jax.custom_vjp) are not looked into",

@@ -78,7 +78,7 @@ def with_odd_ones(x: jax.Array) -> jax.Array:
     bits=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_what_is_packed_comes_back(shape: tuple[int, ...], bits: int, seed: int) -> None:
     given = np.random.default_rng(seed).integers(0, 2**bits, shape, np.uint8)
     codes = packed(jnp.asarray(given), bits)
@@ -94,21 +94,20 @@ def test_what_is_packed_comes_back(shape: tuple[int, ...], bits: int, seed: int)
 def test_values_are_those_of_the_plain_function_bit_for_bit(name: str, dtype: str) -> None:
     mine, plain = (PLAIN | EXACT)[name]
     x = with_odd_ones(numbers((3, 5, 7), dtype))
-    for f in (lambda f: f, jax.jit):
-        found, expected = f(mine)(x), f(plain)(x)
-        assert found.dtype == expected.dtype == x.dtype
-        np.testing.assert_array_equal(found.astype("float32"), expected.astype("float32"))
+    found, expected = jax.jit(mine)(x), jax.jit(plain)(x)
+    assert found.dtype == expected.dtype == x.dtype
+    np.testing.assert_array_equal(found.astype("float32"), expected.astype("float32"))
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("shape", [(3, 5, 8), (4, 1), (1,), (2, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 8), (4, 1), (2, 0)], ids=str)
 def test_exact_gradients_are_those_of_the_plain_function(
     name: str, shape: tuple[int, ...], strict: None
 ) -> None:
     mine, plain = EXACT[name]
     x = numbers(shape)
     for derivative in (jax.grad, jax.jacfwd):
-        found, expected = (derivative(weighted(f))(x) for f in (mine, plain))
+        found, expected = (jax.jit(derivative(weighted(f)))(x) for f in (mine, plain))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
 
 
@@ -116,7 +115,7 @@ def test_exact_gradients_are_those_of_the_plain_function(
 def test_gradients_of_nan_and_infinity_are_those_of_the_plain_function(name: str) -> None:
     mine, plain = EXACT[name]
     x = with_odd_ones(numbers((4, 8)))
-    found, expected = (jax.grad(weighted(f))(x) for f in (mine, plain))
+    found, expected = (jax.jit(jax.grad(weighted(f)))(x) for f in (mine, plain))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
 
 
@@ -124,7 +123,9 @@ def test_gradients_of_nan_and_infinity_are_those_of_the_plain_function(name: str
 def test_second_derivatives_of_the_exact_ones(name: str) -> None:
     mine, plain = EXACT[name]
     x = numbers((5,))
-    found, expected = (jax.hessian(lambda x, f=f: jnp.sin(f(x)).sum())(x) for f in (mine, plain))
+    found, expected = (
+        jax.jit(jax.hessian(lambda x, f=f: jnp.sin(f(x)).sum()))(x) for f in (mine, plain)
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -142,18 +143,36 @@ def test_the_approximate_gradient_is_the_step_function_forwards_and_backwards(
 
 
 @pytest.mark.parametrize(
-    ("plain", "steps", "mean_error"), [(jax.nn.gelu, GELU, 0.166), (jax.nn.silu, SILU, 0.229)]
+    ("plain", "steps", "of_values", "of_derivatives"),
+    [(jax.nn.gelu, GELU, 0.0441, 0.1784), (jax.nn.silu, SILU, 0.0841, 0.2380)],
+    ids=["gelu", "silu"],
 )
-def test_how_far_the_derivatives_are_in_the_mean_over_a_standard_normal(
-    plain: Any, steps: Any, mean_error: float
+def test_how_far_the_approximations_are(
+    plain: Any, steps: Any, of_values: float, of_derivatives: float
 ) -> None:
-    """By quadrature; and the function that is differentiated is near the one that is computed."""
-    x = jnp.linspace(-8, 8, 20001)
+    """In the mean over a standard normal; and as published, the squares are the least there are.
+
+    Weights and places of ReLUs were fitted to the function, in the mean square over all inputs.
+    """
+    x = jnp.linspace(-12, 12, 24001)
     density = jnp.exp(-(x**2) / 2) / jnp.sqrt(2 * jnp.pi) * (x[1] - x[0])
+
+    def relus(at: Any, weights: Any) -> jax.Array:
+        return sum((a * jnp.maximum(x - c, 0) for a, c in zip(weights, at, strict=True)), 0 * x)
+
+    def squares(at: Any, weights: Any) -> float:
+        return float(((relus(at, weights) - plain(x)) ** 2).sum())
+
+    error = jnp.abs(relus(steps.at, steps.weights) - plain(x))
+    assert abs(float((error * density).sum()) - of_values) < 1e-3
     error = jnp.abs(jax.vmap(jax.grad(plain))(x) - steps(x))
-    assert abs(float((error * density).sum()) - mean_error) < 2e-3
-    relus = sum(a * jnp.maximum(x - c, 0) for a, c in zip(steps.weights, steps.at, strict=True))
-    assert float((jnp.abs(relus - plain(x)) * density).sum()) < 0.15
+    assert abs(float((error * density).sum()) - of_derivatives) < 1e-3
+    least = squares(steps.at, steps.weights)
+    assert least < squares((0.0,), (1.0,)) / 6  # of ReLU itself
+    for k in range(3):
+        for moved in (-0.05, 0.05):
+            at = [c + moved * (j == k) for j, c in enumerate(steps.at)]
+            assert squares(at, steps.weights) > least
 
 
 def test_float64() -> None:
@@ -163,7 +182,7 @@ def test_float64() -> None:
             assert mine(x).dtype == jax.grad(weighted(mine))(x).dtype == jnp.float64
             np.testing.assert_array_equal(mine(x), plain(x))
         for mine, plain in EXACT.values():
-            found, expected = (jax.grad(weighted(f))(x) for f in (mine, plain))
+            found, expected = (jax.jit(jax.grad(weighted(f)))(x) for f in (mine, plain))
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -178,12 +197,12 @@ def test_dropout_makes_its_mask_again() -> None:
     drop: Any = lambda x, key: mine(x, 0.25, key)  # noqa: E731
     for either in (key, jax.random.key_data(key)):
         np.testing.assert_array_equal(drop(x, either), plain(x, key))
-    found, expected = (jax.grad(weighted(f))(x, key) for f in (drop, plain))
+    found, expected = (jax.jit(jax.grad(weighted(f)))(x, key) for f in (drop, plain))
     np.testing.assert_array_equal(found, expected)
     keys = jax.random.split(key, 3)
     several = jnp.stack([x, 2 * x, -x])
     found, expected = (
-        jax.grad(weighted(jax.vmap(f, (0, 0), 1)))(several, keys) for f in (drop, plain)
+        jax.jit(jax.grad(weighted(jax.vmap(f, (0, 0), 1))))(several, keys) for f in (drop, plain)
     )
     np.testing.assert_array_equal(found, expected)
     assert layers.dropout(x, 0.0, key) is x
@@ -202,7 +221,9 @@ def test_a_norm_folded_into_the_linear_behind_it() -> None:
         return layers.norm_linear(y, kernel, bias, norm_scale=scale, norm_bias=shift)
 
     args = x, kernel, bias, scale, shift
-    found, expected = (jax.grad(weighted(f), tuple(range(5)))(*args) for f in (folded, plain))
+    found, expected = (
+        jax.jit(jax.grad(weighted(f), tuple(range(5))))(*args) for f in (folded, plain)
+    )
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected
     )
@@ -265,7 +286,7 @@ def test_policies_keep_the_names() -> None:
         kept = {row.name for row in jaxmem.saved_residuals(small, w, x)}
         assert kept & {"regelu2", "norm", "norm_rstd"} == names
         arrays = numbers(w.shape), numbers(x.shape)
-        found, expected = (jax.grad(f)(*arrays) for f in (small, model))
+        found, expected = (jax.jit(jax.grad(f))(*arrays) for f in (small, model))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -282,7 +303,9 @@ def test_over_devices_nothing_is_sent_but_for_means(axis: int) -> None:
         return weighted(lambda x: layers.relu(layers.resilu2(layers.regelu2(x))))(x)
 
     step = jax.jit(jax.grad(loss))
-    np.testing.assert_allclose(step(x), jax.grad(loss)(jnp.asarray(np.asarray(x))), rtol=1e-6)
+    np.testing.assert_allclose(
+        step(x), jax.jit(jax.grad(loss))(jnp.asarray(np.asarray(x))), rtol=1e-6
+    )
     text = step.lower(x).compile().as_text()
     assert text is not None
     assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))
@@ -298,7 +321,7 @@ def test_in_a_shard_map() -> None:
     spread = jax.shard_map(
         each, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
     )
-    found, expected = (jax.grad(weighted(f))(x) for f in (spread, each))
+    found, expected = (jax.jit(jax.grad(weighted(f)))(x) for f in (spread, each))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -308,28 +331,46 @@ def test_in_a_shard_map() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: layers.regelu2(jnp.arange(3)), r"regelu2 takes an array of floats, got int32"),
-        (lambda: layers.relu("x"), "relu takes an array of floats, got an object of type str"),
-        (lambda: layers.ms_rms_norm(jnp.arange(3)), "ms_rms_norm takes an array of floats"),
-        (lambda: layers.ms_layer_norm(jnp.ones(3), axis=1), "axis 1 is none of an array of 1 dim"),
-        (lambda: layers.ms_layer_norm(jnp.ones(())), "axis -1 is none of an array of 0 dim"),
-        (lambda: layers.ms_layer_norm(jnp.ones(3), axis="a"), "takes axis as a whole number"),
         (
-            lambda: layers.ms_layer_norm(jnp.ones((2, 3)), jnp.ones(2)),
+            lambda layers: layers.regelu2(jnp.arange(3)),
+            r"regelu2 takes an array of floats, got int32",
+        ),
+        (
+            lambda layers: layers.relu("x"),
+            "relu takes an array of floats, got an object of type str",
+        ),
+        (lambda layers: layers.ms_rms_norm(jnp.arange(3)), "ms_rms_norm takes an array of floats"),
+        (
+            lambda layers: layers.ms_layer_norm(jnp.ones(3), axis=1),
+            "axis 1 is none of an array of 1 dim",
+        ),
+        (lambda layers: layers.ms_layer_norm(jnp.ones(())), "axis -1 is none of an array of 0 dim"),
+        (
+            lambda layers: layers.ms_layer_norm(jnp.ones(3), axis="a"),
+            "takes axis as a whole number",
+        ),
+        (
+            lambda layers: layers.ms_layer_norm(jnp.ones((2, 3)), jnp.ones(2)),
             r"scale has shape \(2,\), and the axes that are normalised have \(3,\)",
         ),
         (
-            lambda: layers.ms_layer_norm(jnp.ones(3), dtype=int),
+            lambda layers: layers.ms_layer_norm(jnp.ones(3), dtype=int),
             "ms_layer_norm takes a dtype of floats, got int",
         ),
-        (lambda: layers.dropout(jnp.ones(3), 2, jax.random.key(0)), "a rate from 0 to 1, got 2"),
-        (lambda: layers.dropout(jnp.ones(3), "a", jax.random.key(0)), "a Python number from 0"),
         (
-            lambda: layers.norm_linear(jnp.ones((2, 3)), jnp.ones((4, 5))),
+            lambda layers: layers.dropout(jnp.ones(3), 2, jax.random.key(0)),
+            "a rate from 0 to 1, got 2",
+        ),
+        (
+            lambda layers: layers.dropout(jnp.ones(3), "a", jax.random.key(0)),
+            "a Python number from 0",
+        ),
+        (
+            lambda layers: layers.norm_linear(jnp.ones((2, 3)), jnp.ones((4, 5))),
             r"got \(2, 3\) and \(4, 5\)",
         ),
     ],
 )
-def test_errors(call: Callable[[], Any], message: str) -> None:
+def test_errors(call: Callable[[Any], Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        call()
+        call(layers)

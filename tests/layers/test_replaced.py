@@ -200,7 +200,8 @@ def test_linen(make: Any) -> None:
     )
     assert [row.what for row in found].count("layer norm") == 2
     assert {row.what for row in found} == {"layer norm", "rms norm", "relu", "dropout"}
-    assert all(row.count == 3 for row in found)
+    # Inside of the scan its length is not known.
+    assert {row.count for row in found} == {1 if module.block is not Block else 3}
     assert "test_replaced.py" in found.rows[0].source
 
 
@@ -361,14 +362,14 @@ def test_a_gradient_is_too_late() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: jaxmem.low_memory(3), "takes a function, a Flax module class"),
-        (lambda: jaxmem.low_memory(dict), "dict is a class of another kind"),
-        (lambda: jaxmem.low_memory(len, methods="f"), "methods= goes with a Flax module"),
-        (lambda: jaxmem.low_memory(Block, methods="nothing"), "no method 'nothing'"),
-        (lambda: jaxmem.low_memory(len, exact=1), "exact must be True or False"),
-        (lambda: jaxmem.replacements(3), "pass replacements\\(fn, \\*args\\)"),
+        (lambda jaxmem: jaxmem.low_memory(3), "takes a function, a Flax module class"),
+        (lambda jaxmem: jaxmem.low_memory(dict), "dict is a class of another kind"),
+        (lambda jaxmem: jaxmem.low_memory(len, methods="f"), "methods= goes with a Flax module"),
+        (lambda jaxmem: jaxmem.low_memory(Block, methods="nothing"), "no method 'nothing'"),
+        (lambda jaxmem: jaxmem.low_memory(len, exact=1), "exact must be True or False"),
+        (lambda jaxmem: jaxmem.replacements(3), "pass replacements\\(fn, \\*args\\)"),
     ],
 )
 def test_errors(call: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        call()
+        call(jaxmem)
