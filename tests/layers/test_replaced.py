@@ -286,10 +286,9 @@ def test_a_strangers_model(kind: str) -> None:
         jax.checkpoint,
         lambda f: lambda x: jax.lax.scan(lambda h, _: (f(h), None), x, None, 2)[0],
         lambda f: lambda x: jax.lax.cond(x[0, 0] > 0, f, lambda x: x, x),
-        lambda f: jax.vmap(f, 1, 1),
+        jax.vmap,
         lambda f: jaxmem.remat(
-            lambda x: jax.lax.scan(lambda h, _: (f(h), None), x, None, 2)[0],
-            jaxmem.policies.names(save=["relu_mask"]),
+            lambda x: jax.lax.scan(lambda h, _: (f(h), None), x, None, 2)[0], "sqrt"
         ),
     ],
     ids=["plain", "jit", "checkpoint", "scan", "cond", "vmap", "policy"],
