@@ -32,6 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 KEY = ("target", "layers", "form", "budget")
 Form = Literal["plain", "norms", "gelu", "both"]
 FORMS: tuple[Form, ...] = ("plain", "norms", "gelu", "both")
+FITTED: tuple[Form, ...] = ("plain", "both")
 
 # ---------------------------------------------------------------- types
 
@@ -86,13 +87,15 @@ def main(options: Options) -> list[Row]:
     table = Table(options.results / "low_memory.csv", Row, KEY)
     targets = options.targets[:1] if options.small else options.targets
     budgets = options.budgets[:1] if options.small else options.budgets
-    wanted = [(target, form, 0) for target in targets for form in FORMS]
+    wanted: list[tuple[str, Form, int]] = [
+        (target, form, 0) for target in targets for form in FORMS
+    ]
     wanted += [
         (target, form, budget)
         for target in targets
         if target in options.fitted
         for budget in budgets
-        for form in ("plain", "both")
+        for form in FITTED
     ]
     found: list[Row] = []
     for target, form, budget in tqdm(wanted, unit="program", disable=None):

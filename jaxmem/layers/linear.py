@@ -80,8 +80,8 @@ def _pushed(primals: Sequence[Any], tangents: Sequence[Any], *, rule: Rule) -> t
                 now[k] = value
             return rule(tangent, *now)
 
-        given = [kept[k] for k in moved], [others[k] for k in moved]
-        parts.append(jax.jvp(of_kept, *map(tuple, given))[1])
+        values, moves = ([some[k] for k in moved] for some in (kept, others))
+        parts.append(jax.jvp(of_kept, values, moves)[1])
     if not parts:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, parts[0] if len(parts) == 1 else parts[0] + parts[1]

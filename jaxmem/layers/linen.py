@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen import dtypes
 
 from jaxmem.layers import masks, norms
 
@@ -99,7 +100,7 @@ class MSNormDense(nn.Module):
         inits = {"kernel": self.kernel_init} | ({"bias": self.bias_init} if self.use_bias else {})
         dense = _Vectors(inits, (width, self.features), self.param_dtype, name="dense")()
         values = [norm.get("scale"), norm.get("bias"), dense["kernel"], dense.get("bias")]
-        x, *values = nn.dtypes.promote_dtype(x, *values, dtype=self.dtype)
+        x, *values = dtypes.promote_dtype(x, *values, dtype=self.dtype)
         scale, shift, kernel, bias = values
         bare = norms.ms_layer_norm if self.centered else norms.ms_rms_norm
         y = bare(x, epsilon=self.epsilon)
@@ -159,6 +160,6 @@ def _normalised(module: Any, centered: bool, x: Any, mask: Any, fast_variance: b
         scale = module.param("scale", module.scale_init, shape, module.param_dtype)
     if centered and module.use_bias:
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
-    dtype = nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=module.dtype)
+    dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=module.dtype)
     name = type(module).__name__
     return norms.checked(name, centered, x, scale, bias, axes, module.epsilon, dtype, fast_variance)

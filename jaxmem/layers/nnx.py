@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from jaxmem.layers import norms
 
@@ -93,7 +94,7 @@ class MSNormLinear(nnx.Module):
         """Of [..., in], [..., out]."""
         several = _values(self.norm.scale, getattr(self.norm, "bias", None))
         several += _values(self.linear.kernel, self.linear.bias)
-        x, scale, shift, kernel, bias = nnx.nn.dtypes.promote_dtype((x, *several), dtype=self.dtype)
+        x, scale, shift, kernel, bias = dtypes.promote_dtype((x, *several), dtype=self.dtype)
         bare = norms.ms_layer_norm if self.centered else norms.ms_rms_norm
         y = bare(x, epsilon=self.norm.epsilon)
         return norms.norm_linear(y, kernel, bias, norm_scale=scale, norm_bias=shift)

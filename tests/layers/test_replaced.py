@@ -259,7 +259,7 @@ def test_a_strangers_model(kind: str) -> None:
         else:
             config = transformers.LlamaConfig(
                 num_hidden_layers=2, hidden_size=32, intermediate_size=64, vocab_size=64,
-                num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
+                num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
             )  # fmt: skip
             model = transformers.FlaxLlamaForCausalLM(config, seed=0, input_shape=(1, 16))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)))
