@@ -160,7 +160,8 @@ def low_memory(
 def replacements(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Replacements:
     """What `low_memory` replaces in a call of `fn`, which may have it at any place further in.
 
-    Nothing is computed; arguments may be `jax.ShapeDtypeStruct`s.
+    Nothing is computed; arguments may be `jax.ShapeDtypeStruct`s.  What is decorated inside of a
+    scan does not know its length, and stands here as often as it is traced.
 
     Raises:
       TypeError: `fn` is not callable.
