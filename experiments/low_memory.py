@@ -87,9 +87,7 @@ def main(options: Options) -> list[Row]:
     table = Table(options.results / "low_memory.csv", Row, KEY)
     targets = options.targets[:1] if options.small else options.targets
     budgets = options.budgets[:1] if options.small else options.budgets
-    wanted: list[tuple[str, Form, int]] = [
-        (target, form, 0) for target in targets for form in FORMS
-    ]
+    wanted: list[Any] = [(target, form, 0) for target in targets for form in FORMS]
     wanted += [
         (target, form, budget)
         for target in targets
