@@ -81,8 +81,3 @@ def vector(name: str, what: str, value: Any, shape: tuple[int, ...]) -> jax.Arra
             f"{name}: {what} has shape {array.shape}, and the axes that are normalised have {shape}"
         )
     return array
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value is an array, traced or not."""
-    return isinstance(value, jax.Array)
