@@ -96,4 +96,5 @@ from jaxmem._jax.types import shards as shards
 from jaxmem._jax.types import stacked as stacked
 from jaxmem._jax.types import unfilled as unfilled
 from jaxmem._jax.types import varying as varying
+from jaxmem._jax.types import with_dtype as with_dtype
 from jaxmem._jax.types import zeros_like as zeros_like

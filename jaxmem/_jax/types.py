@@ -41,6 +41,11 @@ def unfilled(aval: Aval, length: int) -> Any:
     return ad_util.zeros_like_aval(stacked(aval, length))
 
 
+def with_dtype(value: Any, dtype: Any) -> Aval:
+    """The type of an array, but for its dtype: its sharding and varying axes are the same."""
+    return core.typeof(value).update(dtype=jax.numpy.dtype(dtype), weak_type=False)
+
+
 def varying(value: Any) -> frozenset[str]:
     """Mesh axes along which a value, or one of a type, differs from device to device.
 

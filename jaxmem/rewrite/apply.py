@@ -28,7 +28,7 @@ from jaxmem.solve.problem import Problem
 from jaxmem.stacked import Form
 from jaxmem.stacked.stack import Stack, native
 from jaxmem.trace import cache as traces
-from jaxmem.trace import context, find
+from jaxmem.trace import casts, context, find
 from jaxmem.trace.cache import Call, Trace
 from jaxmem.trace.find import LayerStack, Where
 from jaxmem.trace.layer import Body, NoReverseMode
@@ -215,12 +215,12 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
             return context.when_differentiated(outs, lambda: check.code(label))
         if isinstance(choice.policy, ByLayer):
             given = _jax.used_by(closed, args)
-            outs = unrolled.run_region(closed, given, choice.policy, label)
+            outs = unrolled.run_region(casts.opened(closed), given, choice.policy, label)
             return _jax.made_by(closed, args, outs)
         why_uncut = ""
         if isinstance(choice.policy, Sqrt) and not found.stacks:
             try:
-                cut = unrolled.by_sqrt(closed, choice.policy)
+                cut = unrolled.by_sqrt(casts.opened(closed), choice.policy)
             except NoReverseMode as error:
                 cut, why_uncut = None, str(error).split(". ")[0]
             if cut is not None:

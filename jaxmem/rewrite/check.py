@@ -16,7 +16,7 @@ from jaxmem.policies import Either, FromJax, LayerPolicy, Offload, Policy
 from jaxmem.solve.problem import Problem
 from jaxmem.stacked import applied
 from jaxmem.stacked.stack import Stack
-from jaxmem.trace import context, find
+from jaxmem.trace import casts, context, find
 from jaxmem.trace.find import Found, LayerStack
 from jaxmem.trace.layer import NoReverseMode
 
@@ -151,7 +151,7 @@ def _is_under(info: LayerStack, eqn: Any, policy: Policy | Plan) -> bool:
 
 def _has_checkpoint(body: ClosedJaxpr) -> bool:
     return any(
-        _jax.checkpointed_by(eqn) is not None
+        (_jax.checkpointed_by(eqn) is not None and not casts.is_recast(eqn))
         or (_jax.is_jit(eqn) and _has_checkpoint(eqn.params["jaxpr"]))
         for eqn in body.jaxpr.eqns
     )

@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.solve.problem import Problem
-from jaxmem.trace import context
+from jaxmem.trace import casts, context
 
 # ---------------------------------------------------------------- types
 
@@ -100,7 +100,7 @@ class Layer:
     """
 
     def __init__(self, body: Body, wrt: Wrt) -> None:
-        self.body = body
+        self.body = body = dataclasses.replace(body, jaxpr=casts.opened(body.jaxpr))
         self.wrt = wrt
         self.wrt_consts, self.wrt_carry, self.wrt_x = body.split_in(wrt.ins)
         self._trace()
