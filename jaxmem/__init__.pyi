@@ -41,6 +41,8 @@ from .pipeline import PipelineStage as PipelineStage
 from .pipeline import pipeline as pipeline
 from .plans.plan import Plan as Plan
 from .policies import Policy as Policy
+from .precision import Precision as Precision
+from .precision import mixed_precision as mixed_precision
 from .remat import remat as remat
 from .remat import remat_auto as remat_auto
 from .remat import remat_dots as remat_dots
