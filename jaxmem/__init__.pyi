@@ -68,6 +68,7 @@ from .state import Coded as Coded
 from .state import Companding as Companding
 from .state import DiskState as DiskState
 from .state import Dynamic as Dynamic
+from .state import DynamicLossScaleState as DynamicLossScaleState
 from .state import MasterWeightsState as MasterWeightsState
 from .state import OnDisk as OnDisk
 from .state import OneBitAdamState as OneBitAdamState
@@ -79,6 +80,8 @@ from .state import UpdatePlan as UpdatePlan
 from .state import adalomo as adalomo
 from .state import apply_gradients as apply_gradients
 from .state import disk_state as disk_state
+from .state import dynamic_loss_scale as dynamic_loss_scale
+from .state import loss_scale as loss_scale
 from .state import master_weights as master_weights
 from .state import offload_state as offload_state
 from .state import one_bit_adam as one_bit_adam

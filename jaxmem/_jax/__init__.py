@@ -69,6 +69,7 @@ from jaxmem._jax.primitives import is_stack as is_stack
 from jaxmem._jax.primitives import keys_p as keys_p
 from jaxmem._jax.primitives import stack_p as stack_p
 from jaxmem._jax.primitives import tangent_p as tangent_p
+from jaxmem._jax.products import with_wide_gradient as with_wide_gradient
 from jaxmem._jax.propagation import Spec as Spec
 from jaxmem._jax.propagation import changed_inside as changed_inside
 from jaxmem._jax.propagation import devices_along as devices_along

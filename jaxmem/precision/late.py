@@ -63,19 +63,26 @@ class Late:
 
     def shaped(self) -> Any:
         """The parameter in its own type, in the shape that it has been given."""
-        value = self.param
-        for eqn in self.steps:
-            (value,) = _jax.bound(eqn, value)
-        return value
+        return self._moved(self.param, self.steps, ())
+
+    def cut(self) -> Any:
+        """The part that is cast, in the parameter's own type."""
+        return self._moved(self.param, self.steps[: self.num_cuts], self.sources[1:])
+
+    def moved(self, value: Any) -> Any:
+        """The value, from the part when it has been cast."""
+        return self._moved(value, self.steps[self.num_cuts :], ())
 
     def cast(self) -> Any:
         """The value, cast here."""
-        value, others = self.param, iter(self.sources[1:])
-        for number, eqn in enumerate(self.steps):
-            if number == self.num_cuts:
-                value = _rounded(value, self.dtype)
-            (value,) = _jax.bound(eqn, value, *(next(others) for _ in eqn.invars[1:]))
-        return _rounded(value, self.dtype) if self.num_cuts == len(self.steps) else value
+        return self.moved(_rounded(self.cut(), self.dtype))
+
+    @staticmethod
+    def _moved(value: Any, steps: Sequence[Any], others: Sequence[Any]) -> Any:
+        rest = iter(others)
+        for eqn in steps:
+            (value,) = _jax.bound(eqn, value, *(next(rest) for _ in eqn.invars[1:]))
+        return value
 
 
 # ---------------------------------------------------------------- API
@@ -100,9 +107,8 @@ _SHAPING = frozenset({"reshape", "squeeze", "expand_dims"})
 _CUTTING = _SHAPING | {"slice", "dynamic_slice"}
 _MOVING = _CUTTING | {"transpose", "rev", "broadcast_in_dim"}
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
-# What is put into a checkpoint with the casts: what is cheap, has no operand that would be kept
-# for it alone, or none but the parameters.
-_READING = (FUSED - _MOVING) | _PRODUCTS
+# What else is put into a checkpoint with the casts: what is cheap.
+_READING = FUSED - _MOVING
 _CALLS = frozenset({"closed_call", "core_call"})
 
 
@@ -157,9 +163,11 @@ class _Reader:
         if name == "gather" and late[0]:
             # Rows are gathered, and then cast.
             return self._together(lambda table, *rest: _rows(eqn, table, rest), operands, False)
+        if name in _PRODUCTS:
+            return self._together(lambda *values: _product(eqn, values), operands, True)
         if name in _READING:
             return self._together(
-                lambda *values: _jax.bound(eqn, *map(_here, values)), operands, name in _PRODUCTS
+                lambda *values: _jax.bound(eqn, *map(_here, values)), operands, False
             )
         return _jax.bound(eqn, *map(_here, operands))
 
@@ -280,6 +288,23 @@ class _Reader:
 
 def _steps(value: Any) -> tuple[Any, ...]:
     return value.steps if _is_late(value) else ()
+
+
+def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """A product with a parameter, whose gradient comes out of the transposed product as wide."""
+    place = next(k for k, value in enumerate(operands) if _is_late(value))
+    param = operands[place]
+    arrays = _Arrays([*operands[:place], *operands[place + 1 :]])
+
+    def run(part: Any, *flat: Any) -> Any:
+        others = [*map(_here, arrays.operands(flat))]
+        (out,) = _jax.bound(eqn, *others[:place], param.moved(part), *others[place:])
+        return out
+
+    def cast(part: Any) -> Any:
+        return _rounded(part, param.dtype)
+
+    return [_jax.with_wide_gradient(run, cast, param.cut(), arrays.flat)]
 
 
 def _rows(eqn: Any, table: Any, rest: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,9 @@ from jaxmem.state.codecs import Companding as Companding
 from jaxmem.state.codecs import Dynamic as Dynamic
 from jaxmem.state.disk import DiskState as DiskState
 from jaxmem.state.disk import disk_state as disk_state
+from jaxmem.state.loss_scale import DynamicLossScaleState as DynamicLossScaleState
+from jaxmem.state.loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from jaxmem.state.loss_scale import loss_scale as loss_scale
 from jaxmem.state.masters import MasterWeightsState as MasterWeightsState
 from jaxmem.state.masters import master_weights as master_weights
 from jaxmem.state.offload import offload_state as offload_state
