@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.estimate.counting.ops import Op, Place, Walk
 from jaxmem.estimate.counting.walk import walk
+from jaxmem.trace.casts import is_recast
 from jaxmem.trace.source import source_line
 
 # ---------------------------------------------------------------- API
@@ -78,7 +79,8 @@ def _runs(ops: list[Op]) -> int:
 def _unrolled(found: Walk, only_without_barriers: bool) -> tuple[str, ...]:
     lines = []
     for eqn, place in found.checkpoints:
-        if place.looped or not _evaluates_again(eqn, place):
+        # What is computed again of casts is the casts.
+        if place.looped or is_recast(eqn) or not _evaluates_again(eqn, place):
             continue
         if not (only_without_barriers and _prevents_cse(eqn)):
             lines.append(_line(eqn))
