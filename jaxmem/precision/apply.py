@@ -16,6 +16,7 @@ from jaxmem.errors import JaxmemWarning, NoEffectWarning, warn
 from jaxmem.precision import late
 from jaxmem.precision.late import Late
 from jaxmem.precision.policy import Precision
+from jaxmem.precision.reductions import Wide
 from jaxmem.trace import find
 
 # From a tree of arguments to what each leaf is: a parameter, another input, or neither; with its
@@ -90,7 +91,7 @@ def applied(
             else _jax.on_device(array)
             for array, kind in zip(arrays, kinds, strict=True)
         ]
-        found = late.evaluate(closed, given)
+        found = late.evaluate(closed, given, precision.reductions)
         outs = iter(
             _out(value, aval, precision.output_dtype if flag else None)
             for value, aval, flag in zip(found, closed.out_avals, flags, strict=True)
@@ -212,6 +213,9 @@ def _out(value: Any, aval: Any, dtype: Any) -> Any:
     """A result: cast to a type, if there is one; a parameter that is returned as it was given."""
     if isinstance(value, Late):
         value = value.param if not value.steps else value.cast()
+    if isinstance(value, Wide):
+        is_wider = dtype is not None and dtype.itemsize > value.dtype.itemsize
+        value = value.value if is_wider else value.cast()
     value = _jax.as_array(value, aval)
     if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating):
         return value

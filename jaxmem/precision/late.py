@@ -17,7 +17,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.trace.casts import recast
+from jaxmem.precision import reductions
+from jaxmem.precision.reductions import Wide
+from jaxmem.trace.casts import is_recast, recast
 from jaxmem.trace.layer import FUSED, Body
 
 # ---------------------------------------------------------------- types
@@ -88,17 +90,14 @@ class Late:
 # ---------------------------------------------------------------- API
 
 
-def evaluate(
-    closed: ClosedJaxpr, args: Sequence[Any], *, again: bool = True, in_loop: bool = False
-) -> list[Any]:
-    """Evaluate a jaxpr, some of whose arguments are `Late`; results may be, too.
+def evaluate(closed: ClosedJaxpr, args: Sequence[Any], reductions: Any = None) -> list[Any]:
+    """Evaluate a jaxpr, some of whose arguments are `Late`; results may be `Late` or `Wide`.
 
     Args:
-      again: whether casts are made again in a backward pass, and not kept for it.
-      in_loop: whether this is run by a loop, in which compilers do not take the cast of the
-        backward pass for that of the forward pass.
+      reductions: the type to compute reductions in, as for `precision.reductions`; None leaves them
+        as they are.
     """
-    return _jax.evaluate(closed, args, _Reader(again, in_loop).special)
+    return _jax.evaluate(closed, args, _Reader(reductions).special)
 
 
 # ---------------------------------------------------------------- implementation
@@ -129,19 +128,70 @@ def _is_late(value: Any) -> bool:
 
 
 def _here(value: Any) -> Any:
-    return value.cast() if _is_late(value) else value
+    return value.cast() if isinstance(value, Late | Wide) else value
+
+
+def _holds_code(eqn: Any) -> bool:
+    """Whether reductions in an operation are looked for."""
+    called = eqn.primitive.name in {"while", "cond", "shard_map", *_CALLS}
+    return (
+        called
+        or _jax.is_scan(eqn)
+        or (_jax.is_stack(eqn) and not eqn.params["stack"].form.interleaved)
+        or (_jax.is_jit(eqn) and not _jax.constrains(eqn))
+        or (_jax.checkpointed_by(eqn) is not None and not is_recast(eqn))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """What becomes of operations that read parameters."""
+    """What becomes of operations that read parameters, or are reductions.
 
-    again: bool
-    in_loop: bool
+    Attributes:
+      wide: the type to compute reductions in; None leaves them as they are.
+      again: whether casts are made again in a backward pass, and not kept for it.
+      in_loop: whether this is run by a loop, in which compilers do not take the cast of the
+        backward pass for that of the forward pass.
+    """
+
+    wide: Any = None
+    again: bool = True
+    in_loop: bool = False
 
     def special(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
+        if self.wide is not None:
+            is_wide = any(isinstance(value, Wide) for value in operands)
+            if self._is_wide(eqn, is_wide):
+                return [self._in_wide(eqn, operands)]
+            operands = [_here(value) if isinstance(value, Wide) else value for value in operands]
+            found = self._reading(eqn, operands)
+            return _jax.bound(eqn, *operands) if found is None and is_wide else found
+        return self._reading(eqn, operands)
+
+    def _is_wide(self, eqn: Any, has_wide: bool) -> bool:
+        floating = [
+            aval.dtype
+            for aval in (atom.aval for atom in (*eqn.invars, *eqn.outvars))
+            if jnp.issubdtype(getattr(aval, "dtype", None), jnp.floating)
+        ]
+        if any(dtype.itemsize > self.wide.itemsize for dtype in floating):
+            return False
+        return reductions.begins(eqn) or (has_wide and reductions.goes_on(eqn))
+
+    def _in_wide(self, eqn: Any, operands: Sequence[Any]) -> Wide:
+        dtype = eqn.outvars[0].aval.dtype
+
+        def run(*values: Any) -> list[Any]:
+            return [reductions.computed(eqn, self.wide, values, _here)]
+
+        if any(map(_is_late, operands)):
+            ready = [value.value if isinstance(value, Wide) else value for value in operands]
+            return Wide(self._together(run, ready, False)[0], dtype)
+        return Wide(run(*operands)[0], dtype)
+
+    def _reading(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
         late = [_is_late(value) for value in operands]
-        if not any(late):
+        if not any(late) and (self.wide is None or not _holds_code(eqn)):
             return None
         name = eqn.primitive.name
         if name in _MOVING and late[0] and not any(late[1:]):

@@ -8,7 +8,7 @@ casts it, inside the loop over layers, and casts it once more in the backward pa
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -68,9 +68,11 @@ def mixed_precision(
       param_dtype: what parameters are held in, float32 by default; narrower ones are warned of.
       compute_dtype: bfloat16 by default.
       output_dtype: float32 by default; None leaves results as computed.
-      reductions: float32 computes sums, means, variances, softmaxes and logsumexps in it where the
-        code has them in fewer bits, and casts what comes of each; None, the default, leaves
-        them to the code.  (jax itself adds up in float32 where it sums numbers of 16 bits.)
+      reductions: float32 computes sums, means, variances, norms and softmaxes in it: what an
+        exponential, a logarithm, a root or a reduction makes is not rounded before a product, a
+        loop or a call reads it, and what is kept of it for the backward pass has 32 bits, too.
+        None, the default, leaves them to the code.  (jax itself adds up in float32 where it sums
+        numbers of 16 bits, and rounds the sum.)
       keep: from the path of an argument, such as "0/norm/scale", to whether it stays as it is.
         In modules the path of a parameter begins behind "params".
       methods: for module classes and instances, the methods to decorate; ``__call__`` by default.
@@ -144,11 +146,10 @@ def _decorated(
             return nnx.changed_class(target, change, names)
         return nnx.changed_instance(target, change, names)
     if isinstance(target, type) or not callable(target):
-        what = f"class {target.__name__}" if isinstance(target, type) else f"{kind.__name__}"
+        what = f"class {target.__name__}" if isinstance(target, type) else f"a {kind.__name__}"
         raise TypeError(
             "mixed_precision takes a function, a Flax module class, a module instance or a method, "
-            f"got {'a ' if not isinstance(target, type) else ''}{what}; types apply to code, not to "
-            "arrays.  Options go by name, as in mixed_precision(compute_dtype='float16')"
+            f"got {what}; types apply to code, not to arrays.  Options go by name, as in mixed_precision(compute_dtype='float16')"
         )
     if inspect.ismethod(target) and (
         isinstance(target.__self__, flax_linen.Module) or _is_nnx(type(target.__self__))

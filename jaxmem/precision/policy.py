@@ -33,8 +33,8 @@ class Precision:
       param_dtype: of parameters.
       compute_dtype: what floating-point arguments are cast to.
       output_dtype: what floating-point results are cast to; None leaves them as computed.
-      reductions: what sums, means, variances and softmaxes are computed in where their operands
-        have fewer bits; None computes them as the code says.
+      reductions: what sums, means, variances, norms and softmaxes are computed in; None computes
+        them as the code says.
 
     Raises:
       TypeError: a field is no dtype.

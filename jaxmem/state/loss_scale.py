@@ -169,8 +169,8 @@ class _Scaled:
     ) -> tuple[Any, DynamicLossScaleState]:
         if not isinstance(state, DynamicLossScaleState):
             raise TypeError(
-                "dynamic_loss_scale: the state must be what init or the last update returned, got a "
-                f"{type(state).__name__}"
+                "dynamic_loss_scale: the state must be what init or the last update returned, got "
+                f"a {type(state).__name__}"
             )
         gradients = jax.tree.map(lambda leaf: _divided(leaf, state.scale), updates)
         if extra.get("value") is not None:
