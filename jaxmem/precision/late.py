@@ -172,7 +172,7 @@ class _Reader:
         floating = [
             aval.dtype
             for aval in (atom.aval for atom in (*eqn.invars, *eqn.outvars))
-            if jnp.issubdtype(getattr(aval, "dtype", None), jnp.floating)
+            if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
         ]
         if any(dtype.itemsize > self.wide.itemsize for dtype in floating):
             return False

@@ -149,7 +149,8 @@ def _decorated(
         what = f"class {target.__name__}" if isinstance(target, type) else f"a {kind.__name__}"
         raise TypeError(
             "mixed_precision takes a function, a Flax module class, a module instance or a method, "
-            f"got {what}; types apply to code, not to arrays.  Options go by name, as in mixed_precision(compute_dtype='float16')"
+            f"got {what}; types apply to code, not to arrays.  Options go by name, as in "
+            "mixed_precision(compute_dtype='float16')"
         )
     if inspect.ismethod(target) and (
         isinstance(target.__self__, flax_linen.Module) or _is_nnx(type(target.__self__))

@@ -69,14 +69,17 @@ def computed(eqn: Any, dtype: Any, operands: Sequence[Any], here: Callable[[Any]
 
 # ---------------------------------------------------------------- implementation
 
-_BEGINNING = frozenset(
-    "exp exp2 expm1 log log1p rsqrt sqrt reduce_sum reduce_prod reduce_max cumsum cumprod "
-    "cumlogsumexp reduce_window_sum".split()
-)
-_GOING_ON = _BEGINNING | frozenset(
-    "add sub mul div neg max min select_n square sign abs pow integer_pow convert_element_type "
-    "broadcast_in_dim reshape squeeze transpose stop_gradient".split()
-)
+# fmt: off
+_BEGINNING = frozenset({
+    "exp", "exp2", "expm1", "log", "log1p", "rsqrt", "sqrt", "reduce_sum", "reduce_prod",
+    "reduce_max", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum",
+})
+_GOING_ON = _BEGINNING | {
+    "add", "sub", "mul", "div", "neg", "max", "min", "select_n", "square", "sign", "abs", "pow",
+    "integer_pow", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "transpose",
+    "stop_gradient",
+}
+# fmt: on
 
 
 def _is_floating(aval: Any) -> bool:

@@ -181,7 +181,7 @@ def test_the_optimizer_is_told_the_loss_itself():
     def update(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
         return jax.tree.map(lambda g: g * 0 + value, updates), state
 
-    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)  # pyright: ignore
     optimizer = dynamic_loss_scale(inner, 8)
     w = jnp.ones(2)
     updates, _ = optimizer.update(w, optimizer.init(w), w, value=jnp.float32(24.0))
