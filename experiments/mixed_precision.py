@@ -30,7 +30,7 @@ import jaxmem
 from common.table import Record, Table, markdown, versions
 
 RESULTS = Path(__file__).parent / "results"
-POLICIES = ("none", "full", "dots")
+POLICIES = ("full", "dots", "none")
 WAYS = ("ideal", "cast ahead", "mixed_precision")
 KEY = ("target", "layers", "policy", "way")
 WIDTH, HEADS, BATCH, SEQUENCE = 1024, 16, 4, 512

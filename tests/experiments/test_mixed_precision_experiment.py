@@ -10,7 +10,7 @@ def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(tmp_path: Pa
     rows = mixed_precision.main(Options(results=tmp_path, small=True))
     ideal, ahead, late = rows
     assert late.required_bytes - ideal.required_bytes <= 2 * late.layer_bytes
-    assert ahead.required_bytes - ideal.required_bytes >= 0.9 * late.layers * late.layer_bytes
+    assert ahead.required_bytes - ideal.required_bytes >= 0.75 * late.layers * late.layer_bytes
     text = mixed_precision.summary(rows)
     assert len(text.splitlines()) == 3
     assert "| h100-80g | none" in text

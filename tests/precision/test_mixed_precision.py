@@ -146,6 +146,23 @@ def test_no_cast_of_a_parameter_is_kept(model: Any):
     assert not matrices(kept(mixed_precision(model)))
 
 
+@pytest.mark.slow
+def test_fit_plans_layers_that_cast():
+    """In a loop and in code, the decorators in either order."""
+    for model in (
+        jaxmem.remat_auto(mixed_precision(scanned)),
+        mixed_precision(jaxmem.remat_auto(scanned)),
+        jaxmem.remat_auto(mixed_precision(unrolled)),
+    ):
+        step = jax.grad(model)
+        x = jnp.concatenate([X] * 800)
+        with jaxmem.use_policy("none"):
+            report = jaxmem.memory_report(step, PARAMS, x)
+        budget = report.required_bytes - report.temp_bytes // 4
+        fitted = jaxmem.fit(step, PARAMS, x, budget=budget, progress=False)
+        assert fitted.report.required_bytes <= budget
+
+
 def test_vmap_and_forward_mode():
     mixed = mixed_precision(scanned)
     each = jax.vmap(jax.value_and_grad(mixed), (None, 0))(PARAMS, jnp.stack([X, X * 2]))
