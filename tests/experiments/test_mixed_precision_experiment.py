@@ -13,5 +13,5 @@ def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(tmp_path: Pa
     assert ahead.required_bytes - ideal.required_bytes >= 0.75 * late.layers * late.layer_bytes
     text = mixed_precision.summary(rows)
     assert len(text.splitlines()) == 3
-    assert "| h100-80g | none" in text
+    assert "| h100-80g |   full |" in text
     assert mixed_precision.main(Options(results=tmp_path, small=True)) == rows
