@@ -136,15 +136,15 @@ def _decorated(
     if is_linen:
         change = functools.partial(_of_linen, precision=precision, keep=keep)
         if isinstance(target, type):
-            return linen.changed_class(target, change, names)
-        return linen.changed_instance(target, change, names)
+            return linen.lifted_class(target, change, names)
+        return linen.lifted_instance(target, change, names)
     if is_nnx:
         from jaxmem import nnx
 
         change = functools.partial(_of_nnx, precision=precision, keep=keep)
         if isinstance(target, type):
-            return nnx.changed_class(target, change, names)
-        return nnx.changed_instance(target, change, names)
+            return nnx.lifted_class(target, change, names)
+        return nnx.lifted_instance(target, change, names)
     if isinstance(target, type) or not callable(target):
         what = f"class {target.__name__}" if isinstance(target, type) else f"a {kind.__name__}"
         raise TypeError(
@@ -167,13 +167,13 @@ def _function(
     def run(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], flax_linen.Module):
             change = functools.partial(_of_linen, precision=precision, keep=keep)
-            return linen.call_changed(fn, change, args[0], args[1:], kwargs)
+            return linen.lifted_method(fn, change)(*args, **kwargs)
         if nnx_is_used():
             from jaxmem import nnx
 
             if nnx.is_bound_method(fn) or nnx.has_modules(args, kwargs):
                 change = functools.partial(_of_nnx, precision=precision, keep=keep)
-                return nnx.call_changed(fn, change, args, kwargs)
+                return nnx.lifted_call(fn, change, args, kwargs)
         return applied(fn, precision, _label(fn), _all_params, _every, keep)(*args, **kwargs)
 
     return run

@@ -21,7 +21,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.square(jax.lax.scan(layer, x, params)[0]).mean()
 
 
-def step_on(mesh: Mesh, **options: Any) -> Any:
+def step_on(mesh: Any, **options: Any) -> Any:
     pipelined = jaxmem.pipeline(loss, mesh=mesh, **options)
 
     def step(params: Any, x: jax.Array) -> Any:
@@ -31,7 +31,7 @@ def step_on(mesh: Mesh, **options: Any) -> Any:
     return step
 
 
-def types(mesh: Mesh) -> tuple[Any, Any]:
+def types(mesh: Any) -> tuple[Any, Any]:
     """Of parameters and batch, spread over the mesh."""
     own, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("stage",), ()))
     shapes = {"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH)}
@@ -111,7 +111,7 @@ def test_layers_of_a_stage_keep_the_same() -> None:
     mesh = here()
     step = step_on(mesh, microbatches=8)
     found = jaxmem.frontier(step, *types(mesh), progress=False)
-    plans = [point.plan.regions[0].plan for point in found.points]
+    plans: list[Any] = [point.plan.regions[0].plan for point in found.points]
     assert {len(plan.runs) for plan in plans if plan.kind == "keep"} == {1}
 
 
