@@ -132,8 +132,8 @@ def evaluate(
             shards.check_rows(own)
         else:
             linear = _schedule(eqn, stacked.wanted[id(eqn)])
-        if linear is None:
-            outs, own, factor = _scan(_form(eqn), operands, own, factor, add)
+        if isinstance(linear, Form):
+            outs, own, factor = _scan(linear, operands, own, factor, add)
         else:
             with scope(operands):
                 outs, own, factor = _stack(linear, operands, own, factor, add, gradients)
@@ -245,14 +245,19 @@ def _form(eqn: Any) -> Form:
     )
 
 
-def _schedule(eqn: Any, wanted: Sequence[bool]) -> Tangent | None:
-    """A stack's own schedule; None for what runs as an ordinary scan."""
+def _schedule(eqn: Any, wanted: Sequence[bool]) -> Tangent | Form:
+    """A stack's own schedule; a form for what runs as an ordinary scan."""
     if not _jax.is_stack(eqn):
-        return None
+        return _form(eqn)
     stack: Stack = eqn.params["stack"]
     linear = stack.linear(wanted)
     note_plan(stack.policy, linear.plan)
-    return None if linear.plan.kind == "none" else linear
+    if linear.plan.kind == "none":
+        return stack.form
+    if stack.is_stage and linear.plan == Plan.full(linear.plan.length):
+        # Fewer copies of a layer's parameters are made where its loop is in another one.
+        return stack.checkpointed(linear.plan)
+    return linear
 
 
 # ---------------------------------------------------------------- an ordinary scan

@@ -114,8 +114,9 @@ class StackRegion(Region):
       carry_bytes, forward_seconds, loose_bytes: see `jaxmem.solve.stacks.candidates`.
       values: the layer's values, by place, as a reader is told of them.
       graph: the layer as the solver saw it.
-      is_stage: whether it is a stage of a pipeline: in each tick layers that keep different values
-        would have copies of their parameters, so that all keep the same.
+      is_stage: whether it is a stage of a pipeline: in each tick several loops would have copies of
+        their layers' parameters, so that all layers keep the same.
+      carries: where in `values` what is passed from layer to layer is.
     """
 
     length: int
@@ -127,6 +128,7 @@ class StackRegion(Region):
     values: tuple[LayerValue, ...]
     graph: Graph
     is_stage: bool = False
+    carries: frozenset[int] = frozenset()
 
     def candidates(
         self, several: bool, later_bytes: int, turn_bytes: int = 0
@@ -172,7 +174,14 @@ class StackRegion(Region):
             return Plan.revolve(self.length, candidate.slots)
         if candidate.kind == "periodic":
             return Plan.cut(self.length, candidate.lengths, self._policy(candidate.choice))
+        if self.is_stage and all(self._is_whole(choice) for _, choice in candidate.runs):
+            return Plan.full(self.length)
         return Plan.keep([(count, self._policy(choice)) for count, choice in candidate.runs])
+
+    def _is_whole(self, choice: int) -> bool:
+        """Whether a layer is recomputed from what enters it."""
+        keep = self.keeps[choice]
+        return keep is not None and not keep.offloaded and self.carries.issuperset(keep.kept)
 
     def _policy(self, choice: int) -> KeepPolicy | None:
         keep, size = self.keeps[choice], self.choices[choice].bytes
@@ -299,6 +308,11 @@ def stack_region(
         values=described(local, roofline),
         graph=graph,
         is_stage=stack.is_stage,
+        carries=frozenset(
+            layer.places[var]
+            for var in layer.body.split_in(layer.linearised.jaxpr.invars)[1]
+            if var in layer.places
+        ),
         param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
         param_copies=param_copies(local, length, compiler),
     )

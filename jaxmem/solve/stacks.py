@@ -97,7 +97,7 @@ def candidates(
         compared, but is no part of `Candidate.bytes`.
       turn_bytes: live next to what the stack keeps before its backward pass begins: the loss's.
         Plans are compared by it too, and it is no part of `Candidate.bytes` either.
-      alike: whether all layers are to have the same choice.
+      alike: whether all layers are to have the same choice, in one loop.
 
     >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
     >>> [(c.bytes, c.seconds) for c in found][:3]
@@ -110,10 +110,9 @@ def candidates(
     if not choices:
         raise ValueError("a layer needs at least one choice: everything kept")
     loose = choices[0].bytes if loose_bytes is None else loose_bytes
-    found = [
-        *_kept(length, choices, loose, later_bytes, others, turn_bytes, alike),
-        *_cut(length, carry_bytes, forward_seconds, choices, loose),
-    ]
+    found = [*_kept(length, choices, loose, later_bytes, others, turn_bytes, alike)]
+    if not alike:
+        found += _cut(length, carry_bytes, forward_seconds, choices, loose)
     return pareto(found, others, turn_bytes - later_bytes)
 
 

@@ -170,6 +170,10 @@ class Stack:
             plan = Plan.none(form.length)
         return Tangent(form, _by_rows(layer), plan)
 
+    def checkpointed(self, plan: Plan) -> Form:
+        """An ordinary scan for a plan that jax's own can express, its layer checkpointed."""
+        return as_body(_cast_by_rows(self.form), plan.layer, plan.carries == "host")
+
     def derivative(
         self,
         run: Callable[[Sequence[Any]], list[Any]],

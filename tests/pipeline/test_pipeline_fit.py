@@ -62,10 +62,9 @@ def test_larger_budgets_have_faster_steps_and_all_are_kept() -> None:
         return report.required_bytes
 
     most = needed(microbatches=4, schedule="gpipe", policy="none")
-    layer = 2 * 4 * WIDTH * WIDTH * 4  # plans of single values have copies of its parameters
-    least = needed(microbatches=8, schedule="1f1b") + layer
+    least = needed(microbatches=8, schedule="1f1b")
     seconds = []
-    for share in (0.1, 0.5, 1.0):
+    for share in (0.0, 0.5, 1.0):
         budget = round(least + share * (most - least))
         fitted = jaxmem.fit(
             step, *types(mesh), budget=budget, target=target, donate_argnums=(0,), progress=False
