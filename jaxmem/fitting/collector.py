@@ -129,7 +129,7 @@ class Collector(ByLayer):
 
     def pipeline(self, choices: Sequence[PipelineChoice]) -> PipelineChoice:
         self.choices.extend(one for one in choices if one not in self.choices)
-        return self.choice if self.choice in choices else choices[0]
+        return next((one for one in choices if one == self.choice), choices[0])
 
     def note_pipeline(self, held_bytes: int, seconds: float, again: float) -> None:
         noted = NotedPipeline(held_bytes, seconds, again)
