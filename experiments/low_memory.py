@@ -7,7 +7,8 @@ The gradient of 24 pre-norm layers (width 1024, 16 heads, 8 sequences of 1024, b
 attention, exact GELU) is compiled for absent accelerators as it is written, and with
 `jaxmem.low_memory` put over it: with all layers replaced, with norms alone, whose gradients are
 exact, and with GELU alone.  First nothing is recomputed; then `jaxmem.fit` brings the plain model
-and the one with all replaced within the same ten budgets, and what it has to recompute is compared.
+and the one with all replaced within the same ten budgets, by the fewest FLOPs, and what it has to
+recompute is compared.
 
 It prints tables and writes `results/low_memory.csv`; the same command resumes after an
 interruption.
@@ -115,7 +116,9 @@ def measured(versions: str, target: str, layers: int, form: Form, budget: int) -
     residuals = 0
     if budget:
         try:
-            fit = jaxmem.fit(step, *args, budget=f"{budget}GiB", target=target, progress=False)
+            fit = jaxmem.fit(
+                step, *args, budget=f"{budget}GiB", target=target, cost="flops", progress=False
+            )
         except jaxmem.BudgetError:
             return Row(
                 versions=versions, **key, temp_bytes=0, required_bytes=0, residual_bytes=0,
