@@ -163,7 +163,7 @@ def reversed_by(
     casting_rows = platform() == "tpu"
     if _jax.is_stack(eqn):
         stack: Stack = eqn.params["stack"]
-        linear = stack.linear(wanted, casting_rows)
+        linear = stack.linear(wanted)
         note_plan(stack.policy, linear.plan)
         return linear, functools.partial(stack.scope, linear.layer, linear.plan)
     form = _form(eqn)

@@ -194,11 +194,11 @@ class Stack:
         with context.inside_layer(), self.policy.as_it_stands(self, layer, args):
             yield
 
-    def linear(self, operands: Sequence[bool], casting_rows: bool = False) -> "Tangent":
+    def linear(self, operands: Sequence[bool]) -> "Tangent":
         """The linear part, for the derivative with respect to these operands."""
         layer = self.layer(operands)
         plan = self.plan(layer)
-        return Tangent(self.form, layer.casting_rows() if casting_rows else layer, plan)
+        return Tangent(self.form, _by_rows(layer), plan)
 
 
 # ---------------------------------------------------------------- implementation
