@@ -19,7 +19,7 @@ import jax
 from flax import linen as flax_linen
 
 from jaxmem import linen
-from jaxmem._util.imported import nnx_is_used
+from jaxmem._util.imported import is_module, is_nnx_class, nnx_is_used
 from jaxmem._util.text import columns
 from jaxmem.errors import check_flags
 from jaxmem.rewrite.low_memory import (
@@ -124,7 +124,7 @@ def low_memory(
     if target is None:
         return functools.partial(low_memory, exact=exact, methods=methods)
     rewrite = functools.partial(with_low_memory, choice=LowMemory(exact))
-    if methods is not None and not _is_module(target):
+    if methods is not None and not is_module(target):
         raise TypeError(
             f"methods= goes with a Flax module class or instance, and {target!r} is none; "
             "decorate the method itself"
@@ -133,7 +133,7 @@ def low_memory(
     if isinstance(target, type):
         if issubclass(target, flax_linen.Module):
             return linen.lifted_class(target, rewrite, names)
-        if _is_nnx(target):
+        if is_nnx_class(target):
             from jaxmem import nnx
 
             return nnx.lifted_class(target, rewrite, names)
@@ -143,11 +143,11 @@ def low_memory(
         )
     if isinstance(target, flax_linen.Module):
         return linen.lifted_instance(target, rewrite, names)
-    if _is_nnx(type(target)):
+    if is_nnx_class(type(target)):
         from jaxmem import nnx
 
         return nnx.lifted_instance(target, rewrite, names)
-    if inspect.ismethod(target) and _is_module(target.__self__):
+    if inspect.ismethod(target) and is_module(target.__self__):
         return functools.partial(_function(target.__func__, rewrite), target.__self__)
     if not callable(target):
         raise TypeError(
@@ -214,16 +214,3 @@ def _function(fn: Callable[..., Any], rewrite: Any) -> Callable[..., Any]:
         return plain(*args, **kwargs)
 
     return run
-
-
-def _is_module(target: Any) -> bool:
-    kind = target if isinstance(target, type) else type(target)
-    return issubclass(kind, flax_linen.Module) or _is_nnx(kind)
-
-
-def _is_nnx(kind: type) -> bool:
-    if not nnx_is_used():
-        return False
-    from flax import nnx
-
-    return issubclass(kind, nnx.Module)

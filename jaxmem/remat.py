@@ -14,7 +14,7 @@ from typing import Any
 from flax import linen as flax_linen
 
 from jaxmem import linen, policies
-from jaxmem._util.imported import nnx_is_used
+from jaxmem._util.imported import is_module, is_nnx_class, nnx_is_used
 from jaxmem.plans.plan import Plan
 from jaxmem.policies import Policy
 from jaxmem.rewrite.apply import Choice, rewritten
@@ -98,7 +98,7 @@ def remat(
     else:
         parsed = policies.parse(policy, **options)
     choice = Choice(parsed, where, min_length, partition)
-    if methods is not None and not _is_module(target):
+    if methods is not None and not is_module(target):
         raise TypeError(
             f"methods= goes with a Flax module class or instance, and {target!r} is none; "
             "decorate the method itself"
@@ -107,7 +107,7 @@ def remat(
         names = method_names(methods)
         if issubclass(target, flax_linen.Module):
             return linen.remat_class(target, choice, names)
-        if _is_nnx(target):
+        if is_nnx_class(target):
             from jaxmem import nnx
 
             return nnx.remat_class(target, choice, names)
@@ -117,11 +117,11 @@ def remat(
         )
     if isinstance(target, flax_linen.Module):
         return linen.remat_instance(target, choice, method_names(methods))
-    if _is_nnx(type(target)):
+    if is_nnx_class(type(target)):
         from jaxmem import nnx
 
         return nnx.remat_instance(target, choice, method_names(methods))
-    if inspect.ismethod(target) and _is_module(target.__self__):
+    if inspect.ismethod(target) and is_module(target.__self__):
         return functools.partial(_function(target.__func__, choice), target.__self__)
     if not callable(target):
         raise TypeError(
@@ -232,16 +232,3 @@ def _function(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
     # functools.wraps around this copies both marks; only here is the owner the bearer.
     vars(run).update(__jaxmem_choice__=choice, __jaxmem_owner__=run)
     return run
-
-
-def _is_module(target: Any) -> bool:
-    kind = target if isinstance(target, type) else type(target)
-    return issubclass(kind, flax_linen.Module) or _is_nnx(kind)
-
-
-def _is_nnx(kind: type) -> bool:
-    if not nnx_is_used():
-        return False
-    from flax import nnx
-
-    return issubclass(kind, nnx.Module)

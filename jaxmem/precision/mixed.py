@@ -15,7 +15,7 @@ import jax
 from flax import linen as flax_linen
 
 from jaxmem import linen
-from jaxmem._util.imported import nnx_is_used
+from jaxmem._util.imported import is_module, is_nnx_class, nnx_is_used
 from jaxmem.precision.apply import INPUT, PARAM, STATE, applied
 from jaxmem.precision.policy import _UNSET, Precision
 from jaxmem.rewrite.scope import method_names
@@ -126,7 +126,7 @@ def _decorated(
     methods: str | Sequence[str] | None,
 ) -> Any:
     kind = target if isinstance(target, type) else type(target)
-    is_linen, is_nnx = issubclass(kind, flax_linen.Module), _is_nnx(kind)
+    is_linen, is_nnx = issubclass(kind, flax_linen.Module), is_nnx_class(kind)
     if methods is not None and not (is_linen or is_nnx):
         raise TypeError(
             f"methods= goes with a Flax module class or instance, and {target!r} is none; "
@@ -152,9 +152,7 @@ def _decorated(
             f"got {what}; types apply to code, not to arrays.  Options go by name, as in "
             "mixed_precision(compute_dtype='float16')"
         )
-    if inspect.ismethod(target) and (
-        isinstance(target.__self__, flax_linen.Module) or _is_nnx(type(target.__self__))
-    ):
+    if inspect.ismethod(target) and is_module(target.__self__):
         inner = _function(target.__func__, precision, keep)
         return functools.partial(inner, target.__self__)
     return _function(target, precision, keep)
@@ -262,11 +260,3 @@ def _of_nnx(
         return [*(False for _ in state), *flags]
 
     return applied(pure, precision, _label(pure), roles, result, keep, is_module=True)
-
-
-def _is_nnx(kind: type) -> bool:
-    if not nnx_is_used():
-        return False
-    from flax import nnx
-
-    return issubclass(kind, nnx.Module)
