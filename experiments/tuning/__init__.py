@@ -1,0 +1,1 @@
+"""Models that are fine-tuned in `fine_tuning_memory.py`."""
