@@ -1,16 +1,17 @@
-"""Flax NNX modules of the norms that keep less; variables are those of the modules they replace.
+"""Flax NNX modules of the norms and the dropout that keep less.
 
-For dropout there is `jaxmem.low_memory`.
+Variables are those of the modules that they replace.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxmem.layers import norms
+from jaxmem.layers import masks, norms
 
 # ---------------------------------------------------------------- API
 
@@ -98,6 +99,33 @@ class MSNormLinear(nnx.Module):
         bare = norms.ms_layer_norm if self.centered else norms.ms_rms_norm
         y = bare(x, epsilon=self.norm.epsilon)
         return norms.norm_linear(y, kernel, bias, norm_scale=scale, norm_bias=shift)
+
+
+class KeyedDropout(nnx.Dropout):
+    """`flax.nnx.Dropout` that makes its mask of the key again: `jaxmem.layers.dropout`.
+
+    Arguments, state and masks are those of Flax's, for the same keys.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> from flax import nnx
+    >>> kinds = nnx.Dropout, jaxmem.layers.nnx.KeyedDropout
+    >>> one, other = (kind(0.5, rngs=nnx.Rngs(0))(jnp.ones((4, 8))) for kind in kinds)
+    >>> bool((one == other).all())
+    True
+    """
+
+    def __call__(self, inputs: Any, *, deterministic: bool | None = None, rngs: Any = None) -> Any:
+        """As for `flax.nnx.Dropout`."""
+        off = self.deterministic if deterministic is None else deterministic
+        source = self.rngs if rngs is None else rngs
+        known = isinstance(source, nnx.Rngs | nnx.RngStream | jax.Array)
+        if off is None or off or not 0 < self.rate < 1 or not known:
+            # Nothing is dropped, or all, or Flax says what is missing.
+            return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
+        if isinstance(source, nnx.Rngs):
+            source = source[self.rng_collection]
+        key = source() if isinstance(source, nnx.RngStream) else source
+        return masks.dropout(inputs, self.rate, key, self.broadcast_dims)
 
 
 # ---------------------------------------------------------------- implementation

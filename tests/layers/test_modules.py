@@ -104,6 +104,44 @@ def test_dropout_has_the_masks_of_flax() -> None:
     assert low_linen.KeyedDropout(0.25, deterministic=True).apply({}, X) is X
 
 
+@pytest.mark.parametrize("source", ["own", "stream", "rngs", "key"])
+def test_nnx_dropout_has_the_masks_of_flax_and_goes_on_as_its_stream_does(source: str) -> None:
+    made: dict[str, Any] = {
+        "own": lambda: None,
+        "stream": lambda: nnx.Rngs(3)["dropout"],
+        "rngs": lambda: nnx.Rngs(3),
+        "key": lambda: jax.random.key(5),
+    }
+    one, other = (
+        kind(0.25, broadcast_dims=(1,), rngs=nnx.Rngs(0))
+        for kind in (low_nnx.KeyedDropout, nnx.Dropout)
+    )
+    twice = []
+    for module in (one, other):
+        given = made[source]()
+        twice.append([module(X, rngs=given) for _ in range(2)])
+    chex.assert_trees_all_equal(*twice)
+    assert source == "key" or bool((twice[0][0] != twice[0][1]).any())
+    assert one(X, deterministic=True) is X
+    one.eval()
+    assert one(X) is X
+
+    def loss(module: Any, x: Any) -> Any:
+        return (module(x, rngs=jax.random.key(0), deterministic=False) ** 2).sum()
+
+    gradients = (jax.grad(lambda x, m=m: loss(m, x))(X) for m in (one, other))
+    chex.assert_trees_all_close(*gradients, rtol=1e-6)
+    kept = jaxmem.saved_residuals(lambda x: one(x, rngs=jax.random.key(0), deterministic=False), X)
+    assert kept.total_bytes < X.nbytes / 8
+
+
+def test_nnx_dropout_without_random_numbers_says_what_flax_says() -> None:
+    with pytest.raises(ValueError, match="no `rngs` argument was provided"):
+        low_nnx.KeyedDropout(0.5)(X)
+    with pytest.raises(TypeError, match="rngs must be"):
+        low_nnx.KeyedDropout(0.5, rngs=nnx.Rngs(0))(X, rngs="seed")  # pyright: ignore
+
+
 @pytest.mark.parametrize(
     ("options", "given", "message"),
     [
