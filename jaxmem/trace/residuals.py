@@ -119,8 +119,13 @@ class Residuals:
 # ---------------------------------------------------------------- API
 
 
-def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
-    """What the forward pass of `fn` keeps to differentiate with respect to all float arguments.
+def saved_residuals(
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = None,
+    **kwargs: Any,
+) -> Residuals:
+    """What the forward pass of `fn` keeps to differentiate with respect to its float arguments.
 
     The function is traced, not executed.
 
@@ -128,20 +133,27 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
       fn: a function of arrays; it may be jitted, decorated, or a bound method.
       *args: arrays or `jax.ShapeDtypeStruct`s in pytrees.  Anything else
         (`train=True`, a string, None) is passed to `fn` as it is.
+      argnums: positions of the arguments to differentiate with respect to, as for `jax.grad`; by
+        default all, also those in `kwargs`.  With weights that are not trained left out, what only
+        their gradients need is not kept.
       **kwargs: likewise.
 
     Returns:
       One row per residual; print it for a table.
 
     Raises:
-      TypeError: `fn` is not callable.
-      ValueError: no argument is a float array, so that there is no gradient.
+      TypeError: `fn` is not callable, or `argnums` are no positions of arguments.
+      ValueError: none of these arguments is a float array, so that there is no gradient.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> x = jax.ShapeDtypeStruct((256, 4), "float32")
     >>> kept = jaxmem.saved_residuals(lambda x: jnp.sin(x).sum(), x)
     >>> kept.total_bytes, kept.rows[0].shape
     (4096, (256, 4))
+    >>> product = lambda w, x: (x @ w).sum()
+    >>> w = jax.ShapeDtypeStruct((4, 4), "float32")
+    >>> [len(jaxmem.saved_residuals(product, w, x, argnums=k)) for k in (0, (0, 1))]
+    [1, 2]
     """
     if not callable(fn):
         raise TypeError(
@@ -151,10 +163,16 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
     leaves, tree = jax.tree.flatten((args, kwargs))
     names = [name for name, _ in named_leaves(fn, args, kwargs)]
     traced = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
-    floats = [k for k in traced if _is_float(leaves[k])]
+    wanted = _positions(argnums, len(args))
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    owners = [k for k, count in enumerate(counts) for _ in range(count)]
+    owners += [-1] * (len(leaves) - len(owners))  # by name
+    own = [wanted is None or owner in wanted for owner in owners]
+    floats = [k for k in traced if _is_float(leaves[k]) and own[k]]
     if not floats:
+        which = "no argument" if wanted is None else f"none of the arguments {wanted}"
         raise ValueError(
-            "saved_residuals: no argument is an array of floats, so there is no gradient and no "
+            f"saved_residuals: {which} is an array of floats, so there is no gradient and no "
             "residual; Python numbers count as settings, so wrap one to differentiate by in "
             "jnp.asarray"
         )
@@ -186,6 +204,24 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _positions(argnums: Any, count: int) -> tuple[int, ...] | None:
+    if argnums is None:
+        return None
+    several = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    for number in several:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(
+                "saved_residuals takes argnums as a position or several, got "
+                f"{number!r} of type {type(number).__name__}"
+            )
+        if not -count <= number < count:
+            raise TypeError(
+                f"argnums names argument {number}, and saved_residuals got {count} positional "
+                "arguments for the function; pass it by position"
+            )
+    return tuple(number % count for number in several)
 
 
 class _Shapes:

@@ -426,6 +426,41 @@ def test_source_lines_are_those_of_the_user():
     )
 
 
+def test_of_what_is_not_differentiated_nothing_is_kept():
+    """An adapter beside frozen weights: jax's own residuals of that gradient."""
+
+    def loss(adapter, weights, x, *, scale):
+        h = jnp.sin(x @ weights["a"]) * scale
+        return ((h @ adapter) @ weights["b"]).sum()
+
+    frozen = {"a": spec(W, W), "b": spec(2, W)}
+    args = spec(W, 2), frozen, spec(B, W)
+    scale = spec(W)
+    alone = saved_residuals(loss, *args, scale=scale, argnums=0)
+    # h, of B x W, for the adapter's gradient; b is an argument; sin's derivative is not needed.
+    assert alone.total_bytes == CARRY
+    assert alone.argument_bytes == 2 * W * 4
+    every = saved_residuals(loss, *args, scale=scale)
+    assert every.total_bytes > 2 * CARRY
+    without_scale = saved_residuals(loss, *args, scale=scale, argnums=(0, 1, -1))
+    assert alone.total_bytes < without_scale.total_bytes <= every.total_bytes
+    assert saved_residuals(loss, *args, scale=scale, argnums=[-3]) == alone
+
+
+@pytest.mark.parametrize(
+    ("argnums", "kind", "text"),
+    [
+        (2, TypeError, "argnums names argument 2, and saved_residuals got 2 positional arguments"),
+        ("w", TypeError, "takes argnums as a position or several, got 'w' of type str"),
+        (True, TypeError, "takes argnums as a position or several, got True of type bool"),
+        (1, ValueError, r"none of the arguments \(1,\) is an array of floats"),
+    ],
+)
+def test_positions_that_are_none(argnums, kind, text):
+    with pytest.raises(kind, match=text):
+        saved_residuals(lambda x, n: x[n].sum(), spec(3), spec(2, dtype="int32"), argnums=argnums)
+
+
 def test_the_table():
     def loss(params, x):
         return stack()(params["w"], x)
