@@ -9,8 +9,9 @@ memory either.
 
 import dataclasses
 import math
+import types
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ def peak_live(
     of_products: Collection[Any] = (),
     live_to_end: Collection[Any] = (),
     of_calls: Collection[Any] = (),
+    reduced: Mapping[Any, frozenset[Any]] = types.MappingProxyType({}),
 ) -> tuple[int, frozenset[Any]]:
     """The most bytes live at once, of what is computed, and which of `held` are then.
 
@@ -54,12 +56,15 @@ def peak_live(
         follows from the input, and make that in its place.
       live_to_end: of `held`, what is live to the end, since others read it later.
       of_calls: inputs that calls into a library made.
+      reduced: of inputs, those whose rows were reduced for them in this program, see
+        `rows_reduced`.
     """
     jaxpr = closed.jaxpr
     rounded = read_rounded(jaxpr, compiler).difference(exact)
     stored = in_memory(jaxpr, compiler, of_products)
     cut_out = _cut_out(jaxpr) if compiler.copies_parts else ()
     lives = _Lives(closed, held, stored, rounded, cut_out, compiler)
+    lives.reduce(reduced)
     waiting = set(copied)
     if compiler.calls_libraries:
         lives.never_over(of_calls)
@@ -80,6 +85,22 @@ def peak_live(
     for var in live_to_end:
         lives.read(var, len(jaxpr.eqns))
     return lives.peak()
+
+
+def rows_reduced(
+    closed: ClosedJaxpr, kept: Sequence[Any], compiler: Compiler
+) -> dict[Any, frozenset[Any]]:
+    """Of what is kept, the arrays whose rows were reduced for it, where that is done inside.
+
+    Args:
+      kept: values of the program, which are in memory.
+      compiler: see `peak_live`.
+    """
+    stored = {*in_memory(closed.jaxpr, compiler), *kept}
+    lives = _Lives(closed, (), stored, (), (), compiler)
+    for at, eqn in enumerate(closed.jaxpr.eqns):
+        lives.evaluate(at, eqn)
+    return lives.reduced(kept)
 
 
 def by_library(eqn: Any) -> bool:
@@ -316,6 +337,18 @@ class _Lives:
         if bytes:
             self._work.append((at, bytes))
 
+    def reduce(self, known: Mapping[Any, frozenset[Any]]) -> None:
+        """For these values rows were reduced before."""
+        self._reduced.update(known)
+
+    def reduced(self, values: Sequence[Any]) -> dict[Any, frozenset[Any]]:
+        """Which of the values' rows were reduced for each."""
+        return {
+            var: rows
+            for var in values
+            if (rows := self._reduced.get(var, frozenset()).intersection(values))
+        }
+
     def never_over(self, made: Collection[Any]) -> None:
         """Nothing is written over these."""
         self._passed.update(made)
@@ -429,8 +462,8 @@ class _Lives:
         for later, (at, behind, made) in enumerate(self._over):
             for before, others, earlier in self._over[:later]:
                 sizes = {var.aval.size for var in (*earlier, *made)}
-                both = {var for var in behind & others if {var.aval.size} == sizes}
                 seen = self._read_at[at] & self._read_at[before]
+                both = {var for var in behind & others | seen if {var.aval.size} == sizes}
                 if both and seen and not self._needs(made, earlier):
                     shared |= both
                     for var in earlier:

@@ -19,6 +19,7 @@ from jaxmem.estimate.liveness import (
     peak_live_bytes,
     read_by_kernels,
     read_rounded,
+    rows_reduced,
     rounded_where_made,
 )
 from jaxmem.estimate.stacks import copied_in_front, gathered_across, read_transposed
@@ -157,7 +158,9 @@ def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> int:
     expensive = 1 if compiler.fuses_operands else 0
     plain = without_checkpoint(layer, graph, expensive, compiler)
     backward = backward_of(layer.keeping(plain.kept))
-    return peak_live_bytes(backward.closed, held=backward.tape, compiler=compiler)
+    reduced = rows_reduced(layer.linearised, backward.tape, compiler)
+    how: dict[str, Any] = {"held": backward.tape, "compiler": compiler, "reduced": reduced}
+    return peak_live_bytes(backward.closed, **how)
 
 
 def without_checkpoint(
