@@ -21,7 +21,7 @@ from jaxmem.trace import context
 # ---------------------------------------------------------------- API
 
 
-def chunk_sizes(options: Options, found: Cut, stages: int, is_mean: bool) -> tuple[int, ...]:
+def chunk_sizes(options: Options, found: Cut, stages: int) -> tuple[int, ...]:
     """Layers of each chunk, in the order of the layers.
 
     Raises:
@@ -53,20 +53,21 @@ def chunk_sizes(options: Options, found: Cut, stages: int, is_mean: bool) -> tup
         return given
     if given is None and length % chunks == 0:
         return (length // chunks,) * chunks
-    layer, begin, end = flops_of(found, is_mean)
+    layer, begin, end = flops_of(found)
     others = [0.0] * chunks
     others[0] += begin
     others[-1] += end
     return balanced(length, layer, others)
 
 
-def flops_of(found: Cut, is_mean: bool) -> tuple[float, float, float]:
+def flops_of(found: Cut) -> tuple[float, float, float]:
     """Of a layer, of what is before the stack and of what is after, for one microbatch."""
-    stages = Stages(found, (found.length,), NoRemat(), is_mean)
+    stages = Stages(found, (found.length,), NoRemat())
     layer = costs(found.body.jaxpr).flops
     begin = costs(found.part(lambda *operands: stages.begin(operands))).flops
     message = [jax.typeof(jnp.zeros(x.shape, x.dtype)) for x in stages.message_types]
-    count = 1 if is_mean else len(found.closed.out_avals) // 2
+    results = found.results
+    count = 1 if results.is_mean else results.losses // 2
 
     def loss(*flat: Any) -> jax.Array:
         operands = flat[: len(found.closed.in_avals)]

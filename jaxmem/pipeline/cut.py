@@ -13,6 +13,8 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.pipeline.function import Output, Results
+from jaxmem.pipeline.states import State, placed
 from jaxmem.plans.plan import Plan
 from jaxmem.policies import NoRemat, Policy
 from jaxmem.rewrite.apply import as_stack
@@ -28,17 +30,20 @@ class Cut:
     """A function around one stack.
 
     Attributes:
-      closed: from flat operands, those that all microbatches share first, to flat results.
-      num_shared: how many these are.
+      closed: from flat operands to flat results.
+      own: numbers of the operands that are each microbatch's own: of the batch, keys, states.
+      results: what the flat results are.
       at: index of the stack's equation.
       info: the stack.
       body: its layer.
       length, reverse, unroll: of its scan.
       policy: that it has already.
+      states: what goes from microbatch to microbatch.
     """
 
     closed: ClosedJaxpr
-    num_shared: int
+    own: frozenset[int]
+    results: Results
     at: int
     info: LayerStack
     body: Body
@@ -46,6 +51,7 @@ class Cut:
     reverse: bool
     unroll: Any
     policy: Policy | Plan | None
+    states: tuple[State, ...] = ()
 
     # ------------------------------------------------------------ values
 
@@ -72,8 +78,8 @@ class Cut:
     @functools.cached_property
     def is_parameter(self) -> list[bool]:
         """Of each stacked input, whether it is made of what all microbatches share."""
-        shared = set(self.closed.jaxpr.invars[: self.num_shared])
-        own = set(self.closed.jaxpr.invars[self.num_shared :])
+        own = {var for k, var in enumerate(self.closed.jaxpr.invars) if k in self.own}
+        shared = set(self.closed.jaxpr.invars) - own
         for eqn in self.closed.jaxpr.eqns[: self.at]:
             read = {atom for atom in eqn.invars if _jax.is_var(atom)}
             if read & own:
@@ -87,22 +93,92 @@ class Cut:
         """Those stacked inputs that are parameters."""
         return [x for x, flag in zip(self.xs, self.is_parameter, strict=True) if flag]
 
+    @functools.cached_property
+    def is_state(self) -> list[bool]:
+        """Of each stacked input, whether it is a state that each layer has for itself."""
+        places = {state.x for state in self.of_kind("layers")}
+        return [k in places for k in range(len(self.xs))]
+
     @property
     def own_xs(self) -> list[Any]:
         """Those that are each microbatch's own, such as keys, or constants."""
-        return [x for x, flag in zip(self.xs, self.is_parameter, strict=True) if not flag]
+        flags = zip(self.is_parameter, self.is_state, strict=True)
+        return [x for x, flag in zip(self.xs, flags, strict=True) if not any(flag)]
 
     @functools.cached_property
     def used_ys(self) -> list[bool]:
         """Of each y, whether anything after the stack reads it."""
+        outs = self._results_after
         used = {atom for at in self._after for atom in self.closed.jaxpr.eqns[at].invars
                 if _jax.is_var(atom)}  # fmt: skip
-        used.update(atom for atom in self.closed.jaxpr.outvars if _jax.is_var(atom))
-        return [y in used for y in self.body.split_out(self.eqn.outvars)[1]]
+        used.update(atom for atom in self._atoms(outs) if _jax.is_var(atom))
+        return [y in used for y in self._ys]
 
     @functools.cached_property
     def _after(self) -> frozenset[int]:
-        return _jax.needed(self.closed, self.closed.jaxpr.outvars, False, set(self.eqn.outvars))
+        return self._made_after(self._results_after)
+
+    def _made_after(self, outs: Iterable[int]) -> frozenset[int]:
+        return _jax.needed(self.closed, self._atoms(outs), False, set(self.eqn.outvars))
+
+    def _atoms(self, outs: Iterable[int]) -> list[Any]:
+        return [self.closed.jaxpr.outvars[out] for out in outs]
+
+    @property
+    def _ys(self) -> list[Any]:
+        return self.body.split_out(self.eqn.outvars)[1]
+
+    # ------------------------------------------------------------ what is beside the loss
+
+    def of_kind(self, kind: str) -> list[State]:
+        """The states that are there."""
+        return [state for state in self.states if state.kind == kind]
+
+    @functools.cached_property
+    def outputs_of_layers(self) -> dict[int, int]:
+        """Auxiliary outputs that are a y as it is, and the y: rows of layers stay on their stage.
+
+        One entry per row of the batch they cannot have.
+        """
+        found = {}
+        for number, output in enumerate(self.results.outputs):
+            atoms = self._atoms(output.outs)
+            ys = [k for k, y in enumerate(self._ys) if y is atoms[0]]
+            if len(atoms) == 1 and ys and output.mode != "concat":
+                found[number] = ys[0]
+        return found
+
+    @functools.cached_property
+    def kept_ys(self) -> list[int]:
+        """Those ys that stay on the stage of their layers."""
+        return sorted({*self.outputs_of_layers.values(), *(s.y for s in self.of_kind("layers"))})
+
+    @functools.cached_property
+    def outputs_after(self) -> list[Output]:
+        """Auxiliary outputs that are made after the layers."""
+        kept = self.outputs_of_layers
+        return [one for number, one in enumerate(self.results.outputs) if number not in kept]
+
+    @functools.cached_property
+    def outs_after(self) -> list[int]:
+        """Results next to the loss that are made after the layers: states and outputs."""
+        states = [state.out for state in self.of_kind("after")]
+        return [*states, *(out for output in self.outputs_after for out in output.outs)]
+
+    @functools.cached_property
+    def _results_after(self) -> list[int]:
+        return [*range(self.results.losses), *self.outs_after]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is anything beside the loss that stages make."""
+        return bool(self.results.outputs or self.of_kind("layers") or self.of_kind("after"))
+
+    def weight(self, operands: Sequence[Any], size: int) -> Any:
+        """What auxiliary outputs of a microbatch count, of so many rows."""
+        if self.results.weight is None:
+            return size
+        return self.evaluate(operands, self._atoms([self.results.weight]))[0]
 
     # ------------------------------------------------------------ parts
 
@@ -112,18 +188,22 @@ class Cut:
         found = _jax.evaluate(self.closed, operands, only=only, outs=atoms)
         return [_jax.as_array(out, atom.aval) for out, atom in zip(found, atoms, strict=True)]
 
-    def after(self, operands: Sequence[Any], carry: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
-        """The results, from what leaves the last layer; ys that nobody reads may be None."""
+    def after(
+        self,
+        operands: Sequence[Any],
+        carry: Sequence[Any],
+        ys: Sequence[Any],
+        outs: Sequence[int],
+    ) -> list[Any]:
+        """These results, from what leaves the last layer; ys that nobody reads may be None."""
         given = dict(zip(self.eqn.outvars, [*carry, *ys], strict=True))
-        outs = self.closed.jaxpr.outvars
-        found = _jax.evaluate(self.closed, operands, only=self._after, given=given, outs=outs)
-        return [_jax.as_array(out, aval) for out, aval in zip(
-            found, self.closed.out_avals, strict=True)]  # fmt: skip
+        atoms, only = self._atoms(outs), self._made_after(outs)
+        found = _jax.evaluate(self.closed, operands, only=only, given=given, outs=atoms)
+        return [_jax.as_array(out, atom.aval) for out, atom in zip(found, atoms, strict=True)]
 
     def depends(self, outs: Iterable[int]) -> bool:
         """Whether these results depend on what the layers compute."""
-        atoms = [self.closed.jaxpr.outvars[at] for at in outs]
-        return self.at in _jax.needed(self.closed, atoms, False)
+        return self.at in _jax.needed(self.closed, self._atoms(outs), False)
 
     def reads(self, atoms: Sequence[Any]) -> set[int]:
         """Numbers of the operands that these values from before the stack depend on."""
@@ -132,7 +212,7 @@ class Cut:
     @property
     def read_after(self) -> set[int]:
         """Numbers of the operands that are read after the stack."""
-        return self._read(self._after, self.closed.jaxpr.outvars)
+        return self._read(self._after, self._atoms(self._results_after))
 
     @functools.cached_property
     def read(self) -> set[int]:
@@ -152,34 +232,45 @@ class Cut:
 # ---------------------------------------------------------------- API
 
 
-def cut(closed: ClosedJaxpr, num_shared: int, where: Where | None, label: str) -> Cut:
+def cut(
+    closed: ClosedJaxpr,
+    own: frozenset[int],
+    results: Results,
+    changed: Sequence[tuple[int, int, str]],
+    where: Where | None,
+    label: str,
+) -> Cut:
     """A function, cut at its stack.
 
     Args:
       closed: inlined, and without constants.
+      own: numbers of the operands that are of the batch, or keys.
+      results: what its results are.
+      changed: operand, result and name of what goes from microbatch to microbatch.
       where: which of several stacks; an index, or a predicate on `LayerStack`.
       label: what the function is called in messages.
 
     Raises:
-      ValueError: there is no stack, or there are several, or it is inside another call.
+      ValueError: there is no stack, or there are several, or it is inside another call; or a value
+        has no place to go from microbatch to microbatch.
     """
-    found = find.find(closed).stacks
-    if not found:
+    stacks = find.find(closed).stacks
+    if not stacks:
         raise ValueError(
             f"no layer stack in {label}: a pipeline is made of a jax.lax.scan over layers, and "
             "there is none; scan the layers with jax.lax.scan, nn.scan, nnx.scan or jaxmem.scan"
         )
     if where is not None:
         chosen = [
-            pair for pair in found
+            pair for pair in stacks
             if (where(pair[0]) if callable(where) else pair[0].index == where)
         ]  # fmt: skip
     else:
-        chosen = found
+        chosen = stacks
     if len(chosen) != 1:
-        listing = "\n".join(f"  {info}" for info, _ in found)
+        listing = "\n".join(f"  {info}" for info, _ in stacks)
         what = (
-            f"{label} has {len(found)} layer stacks, and one is split over the stages"
+            f"{label} has {len(stacks)} layer stacks, and one is split over the stages"
             if where is None
             else f"where={where!r} chooses {len(chosen)} of the stacks of {label}"
         )
@@ -198,4 +289,7 @@ def cut(closed: ClosedJaxpr, num_shared: int, where: Where | None, label: str) -
     else:
         form, policy = as_stack(eqn, NoRemat()).form, None
     parts = form.body, form.length, form.reverse, form.unroll
-    return Cut(closed, num_shared, places[0], info, *parts, policy)
+    found = Cut(closed, own, results, places[0], info, *parts, policy)
+    states = placed(found, changed, label)
+    changing = {state.number for state in states if state.kind != "same"}
+    return dataclasses.replace(found, own=own | changing, states=states)

@@ -29,6 +29,9 @@ class Inputs(NamedTuple):
       rows: of the batch, dealt to microbatches, [size, microbatches, …].
       keys: random keys of the batch.
       scales: how the loss of a microbatch, or each of its totals, counts.
+      before: states that do not depend on the layers, of all microbatches, [microbatches, …].
+      layers: states of layers, as `params`.
+      after: states that are read after the layers.
     """
 
     params: list[Any]
@@ -36,6 +39,9 @@ class Inputs(NamedTuple):
     rows: list[Any]
     keys: list[Any]
     scales: list[Any]
+    before: list[Any]
+    layers: list[Any]
+    after: list[Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,6 +54,7 @@ class Program:
       schedule: of all.
       first: number of the first of these microbatches in the batch.
       total: microbatches of the batch; one alone uses random keys as they are.
+      size: rows of a microbatch.
       recompute: whether a stage is recomputed from its input.
       dtype: what gradients are summed in; None for that of each parameter.
       branches: whether stages may take different branches.
@@ -58,6 +65,7 @@ class Program:
     schedule: PipelineSchedule
     first: int
     total: int
+    size: int
     recompute: bool
     dtype: np.dtype | None
     branches: bool
@@ -66,13 +74,31 @@ class Program:
     def last_chunk(self) -> int:
         return len(self.stages.sizes) - 1
 
-    def operands(self, inputs: Inputs, index: Any) -> list[Any]:
-        """Those of the function on one microbatch, by its number among these."""
+    def operands(
+        self,
+        inputs: Inputs,
+        index: Any,
+        after: Sequence[Any] | None = None,
+        before: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Those of the function on one microbatch, by its number among these.
+
+        Args:
+          after: the states that are read after the layers; None for those of the beginning.
+          before: this microbatch's states that do not depend on the layers, instead of the inputs'.
+        """
         rows = [microbatch(leaf, index) for leaf in inputs.rows]
         keys = inputs.keys
         if self.total > 1:
             keys = [devices.fold_in(key, self.first + index) for key in keys]
-        return [*inputs.shared, *rows, *keys]
+        shared, cut = list(inputs.shared), self.stages.cut
+        before = [values[index] for values in inputs.before] if before is None else before
+        for state, value in zip(cut.of_kind("before"), before, strict=True):
+            shared[state.number] = value
+        after = inputs.after if after is None else after
+        for state, value in zip(cut.of_kind("after"), after, strict=True):
+            shared[state.number] = value
+        return [*shared, *rows, *keys]
 
     def either(self, flag: Any, run: Callable[[], T], other: Callable[[], T]) -> T:
         """What one of two functions gives; where stages may not branch, both are computed."""

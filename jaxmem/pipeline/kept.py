@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmem.pipeline import carried
+from jaxmem.pipeline.carried import Carried
 from jaxmem.pipeline.device import Inputs, Program, loss_dtype
 from jaxmem.pipeline.stage import Message
 
 # ---------------------------------------------------------------- API
 
 
-def value(program: Program, inputs: Inputs) -> jax.Array:
-    """This stage's share in the loss: all of it on the last one, 0 on others."""
+def value(program: Program, inputs: Inputs) -> tuple[jax.Array, Carried]:
+    """This stage's share in the loss: all of it on the last one, 0 on others; and what it made."""
     schedule, stages = program.schedule, program.stages
     stage = lax.axis_index(program.axis)
     params = [x[0, 0] for x in inputs.params]
@@ -42,21 +44,29 @@ def value(program: Program, inputs: Inputs) -> jax.Array:
     def nothing(*flat: Any) -> list[jax.Array]:
         return [jnp.zeros((), dtype)]
 
-    def tick(received: Message, number: Any) -> tuple[Message, jax.Array]:
+    def tick(state: tuple[Message, Carried], number: Any) -> tuple[Any, jax.Array]:
+        received, own = state
         index = number - stage
         is_there = (index >= 0) & (index < schedule.microbatches)
-        operands = program.operands(inputs, jnp.clip(index, 0, schedule.microbatches - 1))
+        index = jnp.clip(index, 0, schedule.microbatches - 1)
+        operands = program.operands(inputs, index, own.after)
         message = _either(stage == 0, begin, _passed(count), [*operands, *received])
-        message = stages.layers(params, operands, message, stage)
+        rows = carried.rows_of(program, own, stage)
+        message, kept = stages.layers(params, operands, message, stage, rows)
         is_last = is_there & (stage == last)
         [share] = _either(is_last, loss, nothing, [*operands, *message, *inputs.scales])
-        return program.forwards(message), share
+        if stages.cut.has_more:
+            found = lax.stop_gradient((operands, message, kept))
+            made = carried.made(program, *found, is_last)
+            own = carried.merged(program, own, made, index, stage, is_there)
+        return (program.forwards(message), own), share
 
     ticks = jnp.arange(schedule.microbatches + last, dtype=jnp.int32)
     # Where nothing has arrived yet, layers are given something that they could be given.
     first = lax.stop_gradient(stages.begin(program.operands(inputs, 0)))
-    _, losses = lax.scan(tick, first, ticks)
-    return losses.sum()
+    begun = carried.begun(program, [x[0] for x in inputs.layers], inputs.after)
+    (_, own), losses = lax.scan(tick, (first, begun), ticks)
+    return losses.sum(), own
 
 
 # ---------------------------------------------------------------- implementation

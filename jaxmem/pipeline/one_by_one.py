@@ -22,8 +22,10 @@ from jax import lax
 from jaxmem import _jax
 from jaxmem.accumulate import inplace
 from jaxmem.accumulate.trees import sum_dtype
+from jaxmem.pipeline import carried
+from jaxmem.pipeline.carried import Carried, Made
 from jaxmem.pipeline.device import Inputs, Program, entering, loss_dtype
-from jaxmem.pipeline.schedule import Places, Row, cotangent_places, input_places
+from jaxmem.pipeline.schedule import Places, Row, cotangent_places, input_places, state_places
 from jaxmem.pipeline.stage import Message
 
 T = TypeVar("T")
@@ -48,11 +50,14 @@ class _State(NamedTuple):
 
     Attributes:
       inputs, cotangents: what is held, [places, …].
+      states: what forward passes read of `carried`, likewise.
       sent, sent_back: what the neighbours sent in the tick before.
     """
 
     inputs: Message
     cotangents: list[Any]
+    states: tuple[list[Any], list[Any]]
+    carried: Carried
     sent: Message
     sent_back: list[Any]
     sums: Gradients
@@ -75,6 +80,8 @@ class _Tick(NamedTuple):
     cotangent_place: Any
     input_received: Any
     cotangent_received: Any
+    state_forward: Any
+    state_backward: Any
     any_forward: Any
     any_backward: Any
 
@@ -82,22 +89,23 @@ class _Tick(NamedTuple):
 # ---------------------------------------------------------------- API
 
 
-def value(program: Program, inputs: Inputs) -> jax.Array:
-    """This stage's share in the loss: all of it on the last one, 0 on others."""
-    return _run(program, inputs, None)[0]
+def value(program: Program, inputs: Inputs) -> tuple[jax.Array, Carried]:
+    """This stage's share in the loss: all of it on the last one, 0 on others; and what it made."""
+    loss, _, made = _run(program, inputs, None)
+    return loss, made
 
 
 def value_and_gradients(
     program: Program, inputs: Inputs, wanted: Gradients
-) -> tuple[jax.Array, Gradients]:
+) -> tuple[jax.Array, Gradients, Carried]:
     """The same, with this stage's share in the gradients.
 
     Args:
       wanted: flags.
     """
-    loss, sums = _run(program, inputs, wanted)
+    loss, sums, made = _run(program, inputs, wanted)
     assert sums is not None
-    return loss, sums
+    return loss, sums, made
 
 
 # ---------------------------------------------------------------- the loop
@@ -105,11 +113,15 @@ def value_and_gradients(
 
 def _run(
     program: Program, inputs: Inputs, wanted: Gradients | None
-) -> tuple[jax.Array, Gradients | None]:
+) -> tuple[jax.Array, Gradients | None, Carried]:
     schedule = program.schedule if wanted is not None else program.schedule.forward_only()
-    held, held_back = input_places(schedule), cotangent_places(schedule)
-    ticks = _column(program, schedule.forward, schedule.backward, held, held_back)
-    local = inputs._replace(params=[x[0] for x in inputs.params])
+    places = input_places(schedule), cotangent_places(schedule), state_places(schedule)
+    held, held_back, held_states = places
+    ticks = _column(program, schedule.forward, schedule.backward, *places)
+    local = inputs._replace(
+        params=[x[0] for x in inputs.params], layers=[x[0] for x in inputs.layers]
+    )
+    more = program.stages.cut.has_more
     stages = program.stages
     empty = stages.empty()
     floats = _floats(program, empty)
@@ -120,62 +132,84 @@ def _run(
     def tick(state: _State, now: _Tick) -> tuple[_State, None]:
         kept = _received(state.inputs, state.sent, now.input_received)
         back = _received(state.cotangents, state.sent_back, now.cotangent_received)
-        forward = functools.partial(_forward, program, local, kept, now, wanted is None)
+        forward = functools.partial(
+            _forward, program, local, kept, now, wanted is None, state.carried
+        )
         if program.branches:
-            message, loss = forward()
+            message, loss, made = forward()
         else:
-            message, loss = lax.cond(now.any_forward, forward, lambda: (empty, zero))
+            none = empty, zero, carried.nothing_made(program) if more else None
+            message, loss, made = lax.cond(now.any_forward, forward, lambda: none)
         loss = state.loss + loss
         sums, sent_back = state.sums, state.sent_back
+        states, new = state.states, state.carried
+        if more:
+            chunk, is_there = jnp.maximum(now.forward_chunk, 0), now.forward >= 0
+            if backward is not None:
+                read = carried.rows_of(program, new, chunk), new.after
+                states = tuple(map(_received, states, read, [now.state_forward] * 2))
+            index = jnp.maximum(now.forward, 0)
+            new = carried.merged(program, new, made, index, chunk, is_there)
         if backward is not None:
             sums, sent_back, loss = _only_if(
                 now.backward >= 0 if program.branches else now.any_backward,
-                functools.partial(backward, kept, back, now),
+                functools.partial(backward, kept, back, states, now),
                 (sums, sent_back, loss),
             )
             sent_back = program.backwards(sent_back)
         sent = program.forwards(message)
-        return _State(kept, back, sent, sent_back, sums, loss), None
+        return _State(kept, back, states, new, sent, sent_back, sums, loss), None
+
+    begun = carried.begun(program, local.layers, local.after)
+    one_chunk = [x[0] for x in local.layers]
 
     state = _State(
         [jnp.zeros((held.count, *x.shape), x.dtype) for x in empty],
         [jnp.zeros((held_back.count, *x.shape), x.dtype) for x in floats],
+        (_places(one_chunk, held_states), _places(local.after, held_states)),
+        begun,
         empty,
         floats,
         sums,  # pyright: ignore[reportArgumentType]
         zero,
     )
     state, _ = lax.scan(tick, state, ticks)
-    return state.loss, state.sums
+    return state.loss, state.sums, state.carried
 
 
 def _forward(
-    program: Program, inputs: Inputs, kept: Message, now: _Tick, is_alone: bool
-) -> tuple[Message, jax.Array]:
+    program: Program, inputs: Inputs, kept: Message, now: _Tick, is_alone: bool, before: Carried
+) -> tuple[Message, jax.Array, Made | None]:
     """A forward pass, if there is one in this tick.
 
     Args:
       is_alone: whether no backward pass follows; where one does, it makes what leaves the last
-        chunk itself.
+        chunk itself, unless there is more than the loss.
     """
+    more = program.stages.cut.has_more
     index, chunk = jnp.maximum(now.forward, 0), jnp.maximum(now.forward_chunk, 0)
     is_there, is_last = now.forward >= 0, chunk == program.last_chunk
     zero = jnp.zeros((), loss_dtype(program, inputs.scales))
 
-    def pass_on() -> tuple[Message, jax.Array]:
-        operands = program.operands(inputs, index)
+    def pass_on() -> tuple[Message, jax.Array, Made | None]:
+        operands = program.operands(inputs, index, before.after)
         message = entering(program, operands, _held(kept, now.forward_place), chunk)
         params = _of_chunk(program, inputs.params, chunk)
-        message = program.stages.layers(params, operands, message, chunk)
+        states = carried.rows_of(program, before, chunk)
+        message, rows = program.stages.layers(params, operands, message, chunk, states)
+        made = None
+        if more:
+            made = carried.made(program, operands, message, rows, is_there & is_last)
         if not is_alone:
-            return message, zero
+            return message, zero, made
         last = functools.partial(program.stages.loss, operands, message, inputs.scales)
-        return message, program.either(is_there & is_last, last, lambda: zero)
+        return message, program.either(is_there & is_last, last, lambda: zero), made
 
     if not program.branches:
         return pass_on()
-    is_there = is_there if is_alone else is_there & ~is_last
-    return lax.cond(is_there, pass_on, lambda: (program.stages.empty(), zero))
+    is_there = is_there if is_alone or more else is_there & ~is_last
+    none = program.stages.empty(), zero, carried.nothing_made(program) if more else None
+    return lax.cond(is_there, pass_on, lambda: none)
 
 
 class _Backward:
@@ -193,15 +227,21 @@ class _Backward:
         self.diff_params = [number for number, flag in enumerate(wanted.params) if flag]
 
     def __call__(
-        self, kept: Message, back: list[Any], now: _Tick, state: tuple[Gradients, list[Any], Any]
+        self,
+        kept: Message,
+        back: list[Any],
+        states: tuple[list[Any], list[Any]],
+        now: _Tick,
+        state: tuple[Gradients, list[Any], Any],
     ) -> tuple[Gradients, list[Any], Any]:
         sums, received, loss = state
         program, inputs = self.program, self.inputs
         index, chunk = jnp.maximum(now.backward, 0), jnp.maximum(now.backward_chunk, 0)
         is_there, is_first, is_last = now.backward >= 0, chunk == 0, chunk == program.last_chunk
-        operands = program.operands(inputs, index)
+        of_layers, after = (_held(own, now.state_backward) for own in states)
+        operands = program.operands(inputs, index, after)
         message = entering(program, operands, _held(kept, now.backward_place), chunk)
-        message, pull = self._layers(operands, message, chunk)
+        message, pull = self._layers(operands, message, chunk, of_layers)
         received = _held(back, now.cotangent_place)
 
         def last(state: Any) -> Any:
@@ -237,15 +277,15 @@ class _Backward:
         new = [self._added(sums[k], g, counts) for k, g in zip(places, own, strict=True)]
         return _with(sums, places, new)
 
-    def _layers(self, operands: list[Any], message: Message, chunk: Any) -> Any:
+    def _layers(self, operands: list[Any], message: Message, chunk: Any, states: list[Any]) -> Any:
         """The chunk recomputed, and its pull-back, which adds gradients of layers in place."""
         program, stages = self.program, self.program.stages
         params = _of_chunk(program, self.inputs.params, chunk)
         count = len(params)
-        flat, tree = jax.tree.flatten((params, operands, message, chunk))
+        flat, tree = jax.tree.flatten((params, operands, message, chunk, states))
 
         def run(*flat: Any) -> Message:
-            return stages.layers(*jax.tree.unflatten(tree, flat))
+            return stages.layers(*jax.tree.unflatten(tree, flat))[0]
 
         closed = jax.make_jaxpr(run)(*flat)
         diff_shared = [count + number for number in self.in_layers]
@@ -333,7 +373,7 @@ def _only_if(flag: Any, run: Callable[[T], T], state: T) -> T:
 
 def _column(
     program: Program, forward: tuple[Row, ...], backward: tuple[Row, ...],
-    held: Places, held_back: Places,
+    held: Places, held_back: Places, held_states: Places,
 ) -> _Tick:  # fmt: skip
     """The tables, of this stage."""
     stage = lax.axis_index(program.axis)
@@ -350,7 +390,8 @@ def _column(
     return _Tick(
         works(forward, 0), works(forward, 1), own(held.forward),
         works(backward, 0), works(backward, 1), own(held.backward), own(held_back.backward),
-        own(held.received), own(held_back.received), some(forward), some(backward),
+        own(held.received), own(held_back.received),
+        own(held_states.forward), own(held_states.backward), some(forward), some(backward),
     )  # fmt: skip
 
 
@@ -368,6 +409,11 @@ def _received(held: list[Any], sent: list[Any], place: Any) -> list[Any]:
 def _held(held: list[Any], place: Any) -> list[Any]:
     at = jnp.maximum(place, 0)
     return [lax.dynamic_index_in_dim(x, at, keepdims=False) for x in held]
+
+
+def _places(arrays: Sequence[Any], held: Places) -> list[Any]:
+    """Room for what is held of each."""
+    return [jnp.broadcast_to(x, (held.count, *x.shape)) for x in arrays]
 
 
 def _of_chunk(program: Program, params: Sequence[Any], chunk: Any) -> list[Any]:

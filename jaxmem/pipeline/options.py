@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from jaxmem import policies
+from jaxmem.accumulate.combine import Spec
+from jaxmem.accumulate.parts import Parts
 from jaxmem.accumulate.trees import floating
 from jaxmem.errors import check_flags, check_positive
 from jaxmem.pipeline.schedule import NAMES
@@ -32,6 +34,9 @@ class Options:
     where: Where | None
     batch_argnums: tuple[int, ...]
     rng_argnums: tuple[int, ...]
+    carry_argnums: tuple[int, ...]
+    has_aux: bool
+    aux: Spec
     accumulator_dtype: np.dtype | None
     mesh: Any
 
@@ -46,8 +51,8 @@ class Options:
 
 def checked(
     axis: Any, microbatches: Any, schedule: Any, chunks: Any, policy: Any, layers: Any,
-    recompute: Any, where: Any, batch_argnums: Any, rng_argnums: Any,
-    accumulator_dtype: Any, mesh: Any,
+    recompute: Any, where: Any, batch_argnums: Any, rng_argnums: Any, carry_argnums: Any,
+    has_aux: Any, aux: Any, accumulator_dtype: Any, mesh: Any,
 ) -> Options:  # fmt: skip
     """Raises `TypeError` or `ValueError` for an option that cannot be."""
     if not isinstance(axis, str):
@@ -89,17 +94,15 @@ def checked(
             )
         check_mesh(mesh, axis)
 
-    def numbers(what: str, given: Any) -> tuple[int, ...]:
-        given = (given,) if isinstance(given, int) else given
-        if not isinstance(given, Sequence) or not all(
-            isinstance(number, int) and not isinstance(number, bool) for number in given
-        ):
-            raise TypeError(f"{what} must be positions of arguments, such as 1, got {given!r}")
-        return tuple(given)
-
+    check_flags(has_aux=has_aux)
+    parts = Parts.checked(
+        argnums=(), has_aux=has_aux, microbatches=1, aux=aux, batch_argnums=batch_argnums,
+        rng_argnums=rng_argnums, carry_argnums=carry_argnums, batch_sharding=None,
+        return_weight=False,
+    )  # fmt: skip
     return Options(
-        axis, count, schedule, chunks, parsed, layers, recompute, where,
-        numbers("batch_argnums", batch_argnums), numbers("rng_argnums", rng_argnums),
+        axis, count, schedule, chunks, parsed, layers, recompute, where, parts.batch_argnums,
+        parts.rng_argnums, parts.carry_argnums, has_aux, parts.aux,
         floating("accumulator_dtype", accumulator_dtype), mesh,
     )  # fmt: skip
 

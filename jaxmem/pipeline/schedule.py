@@ -243,6 +243,13 @@ def cotangent_places(schedule: PipelineSchedule) -> Places:
     return _placed(schedule, arrivals, ends)
 
 
+def state_places(schedule: PipelineSchedule) -> Places:
+    """Those of what a forward pass reads beside its input, from there to the backward pass."""
+    ends = {work: tick for tick, _, work in schedule.works("backward")}
+    arrivals = list(schedule.works("forward"))
+    return _placed(schedule, arrivals, {work: ends.get(work, tick) for tick, _, work in arrivals})
+
+
 # ---------------------------------------------------------------- implementation
 
 Step = tuple[Kind, Work]

@@ -42,14 +42,11 @@ class Stages:
       sizes: layers of each chunk.
       policy: what the layers of a stage keep while it is recomputed, or differentiated.
       branches: whether a stage may skip a layer that it does not have, by a branch.
-      is_mean: whether the function's one result is a mean; else its results are totals and then
-        their weights.
     """
 
     cut: Cut
     sizes: tuple[int, ...]
     policy: Policy | Plan
-    is_mean: bool
     branches: bool = True
 
     @property
@@ -88,6 +85,17 @@ class Stages:
         rows = self.rows.reshape(chunks, stages, self.room).swapaxes(0, 1)
         rows = np.minimum(rows, self.cut.length - 1)  # what is there is not read
         return [jnp.take(x, rows, axis=0) for x in stacked]
+
+    def rearranged(self, x: Any) -> Any:
+        """The other way: [stages, chunks of one, room, …] as [layers, …]."""
+        x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
+        places = np.full(self.cut.length, -1)
+        rows = self.rows.ravel()
+        has_row = rows < self.cut.length
+        places[rows[has_row]] = np.flatnonzero(has_row)
+        if np.array_equal(places, np.arange(len(x))):
+            return x
+        return jnp.take(x, places, axis=0)
 
     # ------------------------------------------------------------ messages
 
@@ -130,13 +138,19 @@ class Stages:
         return [*carry, *self.empty()[len(carry) :]]
 
     def layers(
-        self, params: Sequence[Any], operands: Sequence[Any], message: Message, chunk: Any
-    ) -> Message:
-        """A message through the layers of a chunk.
+        self,
+        params: Sequence[Any],
+        operands: Sequence[Any],
+        message: Message,
+        chunk: Any,
+        states: Sequence[Any] = (),
+    ) -> tuple[Message, list[Any]]:
+        """A message through the layers of a chunk, and the ys that stay here.
 
         Args:
           params: [room, …], of this chunk.
           chunk: its number.
+          states: of its layers, [room, …].
         """
         cut, body = self.cut, self.cut.body
         carry, ys = self._opened(message)
@@ -145,16 +159,31 @@ class Stages:
         rows = jnp.asarray(self.rows)[chunk]
         own = iter([x[jnp.minimum(rows, cut.length - 1)] for x in own])
         given = iter(params)
-        xs = [next(given) if flag else next(own) for flag in cut.is_parameter]
+        kept = {state.x: x for state, x in zip(cut.of_kind("layers"), states, strict=True)}
+        xs = [
+            next(given) if is_parameter else kept[k] if is_state else next(own)
+            for k, (is_parameter, is_state) in enumerate(
+                zip(cut.is_parameter, cut.is_state, strict=True)
+            )
+        ]
         body = body if self.is_even else _skipping(body, self.branches)
         xs += [] if self.is_even else [rows < cut.length]
         form = Form(body, self.room, False, cut.unroll)
         stack = Stack(form, self.policy, cut.info, is_stage=True)
         outs = _run(stack, [*consts, *carry, *xs])
         carry, new = body.split_out(outs)
-        new = [y for y, flag in zip(new, cut.used_ys, strict=True) if flag]
-        ys = [old.at[rows].set(y, mode="drop") for old, y in zip(ys, new, strict=True)]
-        return list(map(_sent, [*carry, *ys]))
+        used = [y for y, flag in zip(new, cut.used_ys, strict=True) if flag]
+        ys = [old.at[rows].set(y, mode="drop") for old, y in zip(ys, used, strict=True)]
+        return list(map(_sent, [*carry, *ys])), [new[k] for k in cut.kept_ys]
+
+    def outs(
+        self, operands: Sequence[Any], message: Message, numbers: Sequence[int]
+    ) -> list[jax.Array]:
+        """Results of the function by their numbers, from what leaves the last layer."""
+        carry, used = self._opened(message)
+        ys: Any = iter(used)
+        ys = [next(ys) if flag else None for flag in self.cut.used_ys]
+        return self.cut.after(operands, carry, ys, numbers)
 
     def loss(self, operands: Sequence[Any], message: Message, scales: Any) -> jax.Array:
         """The share of a microbatch in the loss of the batch, from what leaves the last layer.
@@ -162,12 +191,9 @@ class Stages:
         Args:
           scales: how the mean, or each total, counts.
         """
-        carry, used = self._opened(message)
-        ys: Any = iter(used)
-        outs = self.cut.after(
-            operands, carry, [next(ys) if flag else None for flag in self.cut.used_ys]
-        )
-        if self.is_mean:
+        results = self.cut.results
+        outs = self.outs(operands, message, range(results.losses))
+        if results.is_mean:
             return outs[0].astype(at_least_float32(outs[0].dtype)) * scales[0]
         count = len(outs) // 2
         parts = [
