@@ -18,7 +18,7 @@ from jaxmem.fitting.turn import Turn, turn_of
 from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, twice_differentiated, uses
 from jaxmem.parallel.carries import SplitCarries
 from jaxmem.parallel.partition import Partition
-from jaxmem.policies import ByLayer, PipelineChoice
+from jaxmem.policies import ByLayer, PipelineChoice, PipelineNote
 from jaxmem.trace import context
 from jaxmem.trace.layer import Layer, NoReverseMode, nbytes
 from jaxmem.unrolled import Code
@@ -56,15 +56,6 @@ class _Spread:
     reads: list[_Reads] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class NotedPipeline:
-    """See `ByLayer.note_pipeline`."""
-
-    held_bytes: int
-    seconds: float
-    again: float
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Collector(ByLayer):
     """The policy of every decorated region while its step is looked at: notes the regions.
@@ -80,7 +71,7 @@ class Collector(ByLayer):
     regions: dict[_Key, Region] = dataclasses.field(default_factory=dict, init=False)
     # How pipelines that leave it open can be run, and of all pipelines, what was noted.
     choices: list[PipelineChoice] = dataclasses.field(default_factory=list, init=False)
-    pipelines: list["NotedPipeline"] = dataclasses.field(default_factory=list, init=False)
+    pipelines: list[PipelineNote] = dataclasses.field(default_factory=list, init=False)
     # What is in each scope, and the layers of each stack, by what of it is differentiated.
     _regions: dict[str, _Key] = dataclasses.field(default_factory=dict, init=False)
     _layers: dict[Any, set[_Key]] = dataclasses.field(default_factory=dict, init=False)
@@ -131,10 +122,9 @@ class Collector(ByLayer):
         self.choices.extend(one for one in choices if one not in self.choices)
         return next((one for one in choices if one == self.choice), choices[0])
 
-    def note_pipeline(self, held_bytes: int, seconds: float, again: float) -> None:
-        noted = NotedPipeline(held_bytes, seconds, again)
-        if noted not in self.pipelines:  # a step is traced more than once
-            self.pipelines.append(noted)
+    def note_pipeline(self, note: PipelineNote) -> None:
+        if note not in self.pipelines:  # a step is traced more than once
+            self.pipelines.append(note)
 
     def plan_for(self, stack: Any, layer: Layer) -> None:
         """Note a stack; it keeps everything."""

@@ -1,13 +1,16 @@
 """Why no plan is within a budget, and what would help, in words with numbers."""
 
+import itertools
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import jax
 
 from jaxmem._util.text import size
 from jaxmem.fitting.regions import UnrolledRegion
+from jaxmem.policies import PipelineChoice, PipelineNote
 from jaxmem.report.report import MemoryReport
 
 
@@ -44,7 +47,10 @@ def shortfall(
     )
     lines.append("What would help:")
     code = [region for region in problem.regions if isinstance(region, UnrolledRegion)]
-    hints = _hints(report, budget, fixed, ask, offload, code)
+    notes = problem.variant(candidate).pipelines
+    tried = {one.choice for one in problem.variants if one.choice is not None}
+    pipelined = [_of_pipeline(note, tried) for note in notes]
+    hints = _hints(report, budget, fixed, ask, offload, code, pipelined)
     return "\n".join([*lines, *(f"  - {hint}" for hint in hints)])
 
 
@@ -58,6 +64,7 @@ def _hints(
     ask: Any,
     offload: bool,
     code: list[UnrolledRegion],
+    pipelined: list[list[str]],
 ) -> list[str]:
     hints = []
     own = report.output_bytes - report.alias_bytes
@@ -70,11 +77,13 @@ def _hints(
     share = (budget - fixed) / max(report.temp_bytes, 1)
     if share > 0:
         parts = math.ceil(1 / share)
-        hints.append(
-            f"accumulate the gradient over {parts} or more microbatches "
-            f"(jaxmem.value_and_grad(loss, microbatches={parts})): temporaries must shrink to "
-            f"{share:.0%}, and gradients do not shrink with the batch"
-        )
+        hints += itertools.chain.from_iterable(pipelined)
+        if not pipelined:
+            hints.append(
+                f"accumulate the gradient over {parts} or more microbatches "
+                f"(jaxmem.value_and_grad(loss, microbatches={parts})): temporaries must shrink to "
+                f"{share:.0%}, and gradients do not shrink with the batch"
+            )
         if rows := _batch(ask):
             fewer = math.floor(rows * share)
             if fewer:
@@ -107,6 +116,40 @@ def _hints(
         )
     if not offload and report.platform != "cpu":
         hints.append("allow_offload=True, which lets values go to host memory")
+    return hints
+
+
+def _of_pipeline(note: PipelineNote, tried: Collection[PipelineChoice]) -> list[str]:
+    """What makes the stages of a pipeline smaller; more of them last.
+
+    Args:
+      tried: ways to run it that `microbatches="auto"` or `schedule="auto"` stood for.
+    """
+    most = max([note.microbatches, *(one.microbatches for one in tried)])
+    schedules = {note.schedule, *(one.schedule for one in tried)}
+    hints = []
+    if most < note.rows:
+        more = min(2 * most, note.rows)
+        if note.schedule == "interleaved":
+            more -= more % note.stages
+        also = f", of which {most} at most were tried" if tried else ""
+        if more > most:
+            hints.append(
+                f"more microbatches in the pipeline than {note.microbatches}{also} "
+                f"(jaxmem.pipeline(loss, microbatches={more})): the inputs of stages, and what a "
+                "stage keeps while it is recomputed, shrink with them, the gradients do not"
+            )
+    if "1f1b" not in schedules:
+        was = {"gpipe": f"of {note.microbatches} microbatches", "eager-1f1b": "of 2 S − 1"}
+        held = was.get(note.schedule, "of (v + 1) S − 1 chunks")
+        hints.append(
+            f'schedule="1f1b", which holds the inputs of {note.stages} microbatches at most, and '
+            f"{note.schedule!r} those {held}; they are {size(note.held_bytes)} now"
+        )
+    hints.append(
+        f"more stages than {note.stages}: a mesh with more devices along their axis, on each of "
+        "which there are fewer layers, with their gradients and optimizer state"
+    )
     return hints
 
 

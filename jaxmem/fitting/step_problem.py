@@ -20,7 +20,7 @@ from jaxmem.fitting.fitted import Planned
 from jaxmem.fitting.regions import Region, StackRegion, UnrolledRegion
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.parallel import partition as parallel
-from jaxmem.policies import PipelineChoice
+from jaxmem.policies import PipelineChoice, PipelineNote
 from jaxmem.report.advice import where_to_decorate
 from jaxmem.report.report import MemoryReport
 from jaxmem.solve.pareto import cost as cost_of
@@ -50,6 +50,7 @@ class StepProblem:
       devices: over how many devices its arrays are spread.
       partition: the mesh axis over which carries are stored split, "" for none.
       choice: how its pipelines run that leave it open; None if there are none.
+      pipelines: what was noted of its pipelines.
       variants: the same step with carries split over other axes, or with its pipelines run in
         other ways, by `StepCandidate.variant`, this one first; none if there is no other.
     """
@@ -64,6 +65,7 @@ class StepProblem:
     target: str
     partition: str = ""
     choice: PipelineChoice | None = None
+    pipelines: tuple[PipelineNote, ...] = ()
     variants: "tuple[StepProblem, ...]" = ()
 
     @property
@@ -83,20 +85,21 @@ class StepProblem:
             planned.region.plan(planned.candidate) for planned in self.planned(candidate)
         )
         versions = (("jaxmem", __version__), ("jax", jax.__version__))
-        own = self._variant(candidate)
+        own = self.variant(candidate)
         choice = own.choice or PipelineChoice(0, "")
         return StepPlan(
             regions, self.target, versions, own.partition, choice.microbatches, choice.schedule
         )
 
     def planned(self, candidate: int) -> tuple[Planned, ...]:
-        own, picks = self._variant(candidate), self.front[candidate].picks
+        own, picks = self.variant(candidate), self.front[candidate].picks
         return tuple(
             Planned(region, candidates[pick])
             for region, candidates, pick in zip(own.regions, own.candidates, picks, strict=True)
         )
 
-    def _variant(self, candidate: int) -> "StepProblem":
+    def variant(self, candidate: int) -> "StepProblem":
+        """The way to run the step that a candidate is of."""
         return self.variants[self.front[candidate].variant] if self.variants else self
 
     def report(self, ask: CompileRequest, candidate: int) -> MemoryReport:
@@ -205,11 +208,14 @@ def _built(
     collector.on_one_device(parts)
     step = program.jaxpr if parts is None else parts.closed
     regions = tuple(collector.regions.values())
+    stages = [region for region in regions if isinstance(region, StackRegion) and region.is_stage]
+    for region in stages if collector.pipelines else ():
+        noted = collector.pipelines[-1]
+        # Microbatches of two sizes have a region each, and about the same time for a pass.
+        share = 1 / max(sum(bool(one.uses.times) for one in stages), 1)
+        # Noted in forward passes, of which a gradient takes three.
+        region.passes = noted.seconds / 3 * share, noted.again * share
     for region in regions:
-        if isinstance(region, StackRegion) and region.is_stage and collector.pipelines:
-            noted = collector.pipelines[-1]
-            # Noted in forward passes, of which a gradient takes three.
-            region.passes = noted.seconds / 3, noted.again
         if isinstance(region, UnrolledRegion) and region.uses.iterations:
             warn(
                 f"{region.where} is one layer of a scan of {region.uses.iterations}: all of them "
@@ -245,7 +251,6 @@ def _built(
     others += turn.waiting_bytes
     others += sum(noted.held_bytes for noted in collector.pipelines)
     # A stage adds to its gradients in each tick, one layer's at a time, of which there are copies.
-    stages = [region for region in regions if isinstance(region, StackRegion) and region.is_stage]
     others += sum(
         region.of_one_device(region.param_bytes // region.length, devices) for region in stages
     )
@@ -257,7 +262,7 @@ def _built(
     name = "local" if ask.accelerator is None else ask.accelerator.name
     problem = StepProblem(
         program, regions, candidates, front, whole, others, devices, name, partition,
-        choice or next(iter(collector.choices), None),
+        choice or next(iter(collector.choices), None), tuple(collector.pipelines),
     )  # fmt: skip
     if partition or choice is not None:
         return problem, [], []

@@ -37,11 +37,12 @@ def resolved(options: Options, stages: int, rows: int, others: int) -> Options:
 def possible(options: Options, stages: int, rows: int, others: int) -> list[PipelineChoice]:
     """How a pipeline may be run; first what it does where no plan says it.
 
-    That is with four microbatches for each stage, or the next best number.
+    That is with four microbatches for each stage, or the next best number; one that divides the
+    rows, if there is any.
     """
-    counts = [options.microbatches]
+    counts, uneven = [options.microbatches], []
     if options.microbatches is None:
-        counts = _counts(options, stages, rows, others)
+        counts, uneven = _counts(options, stages, rows, others)
     schedules = [options.schedule]
     if options.schedule is None:
         schedules = ["interleaved"] if options.chunks > 1 else ["eager-1f1b", "1f1b"]
@@ -49,10 +50,14 @@ def possible(options: Options, stages: int, rows: int, others: int) -> list[Pipe
     found = [
         PipelineChoice(count, schedule)
         for schedule in schedules
-        for count in counts
+        for count in [*counts, *uneven]
         if schedule is not None and count is not None
     ]
-    return sorted(found, key=lambda one: abs(one.microbatches - 4 * stages))
+
+    def rank(one: PipelineChoice) -> tuple[bool, int]:
+        return one.microbatches in uneven, abs(one.microbatches - 4 * stages)
+
+    return sorted(found, key=rank)
 
 
 def waits(schedule: PipelineSchedule, is_uniform: bool) -> tuple[float, float]:
@@ -76,9 +81,36 @@ def inputs_held(schedule: PipelineSchedule) -> int:
 _FOR_EACH_STAGE = (1, 2, 4, 8)
 
 
-def _counts(options: Options, stages: int, rows: int, others: int) -> list[int]:
-    """Numbers of microbatches, that divide the rows if any do."""
-    near = [stages * times for times in _FOR_EACH_STAGE if stages * times <= rows]
-    whole = [count for count in near if rows % count == 0]
-    spread = [count for count in whole if (rows // count) % others == 0]
-    return spread or whole or near or [stages if options.chunks > 1 else rows]
+def _counts(options: Options, stages: int, rows: int, others: int) -> tuple[list[int], list[int]]:
+    """Numbers of microbatches that divide the rows, and such that do not.
+
+    For each of a few numbers that double, the nearest one that divides the rows, if there is one
+    that is nearer to it than to the next; one that leaves rows for all other devices goes first.
+    Else the number itself: microbatches of two sizes, each with a bubble of its own, need less
+    memory than fewer of them.
+
+    Raises:
+      ValueError: stages are interleaved, which these rows do not allow.
+    """
+    near = [stages * times for times in _FOR_EACH_STAGE if stages * times <= rows] or [rows]
+    whole = [count for count in range(1, rows + 1) if rows % count == 0]
+    spread = [count for count in whole if rows // count % others == 0]
+    if options.chunks > 1:
+        # Of microbatches of each size the stages have to divide the number.
+        if rows % stages:
+            raise ValueError(
+                f"interleaved stages take microbatches in groups of {stages}, and the {rows} rows "
+                f"of the batch are in no such groups; pass a batch of "
+                f"{max(rows // stages, 1) * stages} rows or {-(-rows // stages) * stages}, or "
+                "leave chunks= out"
+            )
+        spread, whole = ([one for one in own if one % stages == 0] for own in (spread, whole))
+    even: list[int] = []
+    uneven: list[int] = []
+    for count in near:
+        octaves = ([one for one in own if count**2 < 2 * one**2 < 4 * count**2]
+                   for own in (spread, whole))  # fmt: skip
+        own = next((own for own in octaves if own), [])
+        even += [min(own, key=lambda one: abs(one - count))] if own else []
+        uneven += [] if own else [count]
+    return even, uneven

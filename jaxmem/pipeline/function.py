@@ -198,7 +198,8 @@ def traced(
     def type_of(path: Any) -> Any:
         leaf = jnp.asarray(call.leaves[path])
         shape = (size, *leaf.shape[1:]) if path in own else leaf.shape
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+        is_weak = getattr(leaf, "weak_type", False)  # keys have none
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=is_weak)
 
     closed = _jax.inlined(jax.make_jaxpr(flat)(*map(type_of, paths)))
     closed, consts = _jax.without_consts(closed)

@@ -64,10 +64,12 @@ def on_stages(program: Program, mesh: Any) -> Callable[[Inputs], tuple[jax.Array
         is_box = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
         inputs = jax.tree.map(lambda box: box.value, boxes, is_leaf=is_box)
         if any(box.perturbed and jnp.issubdtype(box.value.dtype, jnp.inexact)
-               for box in [*boxes.rows, *boxes.scales]):  # fmt: skip
+               for boxes_of in (boxes.rows, boxes.scales, boxes.layers, boxes.after)
+               for box in boxes_of):  # fmt: skip
             raise ValueError(
-                "the gradient of the batch is asked for, and a pipeline has none; differentiate "
-                "with respect to parameters alone"
+                "the gradient of the batch or of state is asked for, and a pipeline has none; "
+                "differentiate with respect to parameters alone (of an NNX module by "
+                "nnx.value_and_grad)"
             )
 
         def flags(boxes: Iterable[Any]) -> list[bool]:

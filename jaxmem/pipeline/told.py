@@ -8,7 +8,7 @@ from jaxmem.pipeline.auto import inputs_held, waits
 from jaxmem.pipeline.choices import flops_of, kept_by_layers
 from jaxmem.pipeline.part import Part
 from jaxmem.pipeline.plan import PipelinePlan, PipelineStage
-from jaxmem.policies import ByLayer, NoRemat
+from jaxmem.policies import ByLayer, NoRemat, PipelineNote
 from jaxmem.trace import context
 
 # ---------------------------------------------------------------- API
@@ -54,4 +54,11 @@ def note(parts: Sequence[Part], mesh: Any) -> None:
     seconds, again = (sum(several) for several in zip(*times, strict=True))
     devices = mesh.size // programs[0].schedule.stages
     held = [program.stages.message_bytes * inputs_held(program.schedule) for program in programs]
-    told.note_pipeline(max(held) // devices, seconds, again)
+    schedule = programs[0].schedule
+    rows = sum(part.group.size * part.group.count for part in parts)
+    told.note_pipeline(
+        PipelineNote(
+            schedule.stages, schedule.chunks, programs[0].total, rows, schedule.name,
+            max(held) // devices, seconds, again,
+        )
+    )  # fmt: skip

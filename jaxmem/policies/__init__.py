@@ -17,6 +17,7 @@ Either(first=Names(save=('attn',), offload=()), second=Dots(batch=True))
 
 from jaxmem.policies.base import ByLayer as ByLayer
 from jaxmem.policies.base import PipelineChoice as PipelineChoice
+from jaxmem.policies.base import PipelineNote as PipelineNote
 from jaxmem.policies.base import Policy as Policy
 from jaxmem.policies.for_layers import Dots as Dots
 from jaxmem.policies.for_layers import Either as Either

@@ -31,6 +31,31 @@ class PipelineChoice:
     schedule: str
 
 
+@dataclasses.dataclass(frozen=True)
+class PipelineNote:
+    """What a pipeline tells of itself to those who take note.
+
+    Attributes:
+      stages: how many.
+      chunks: of layers on each device.
+      microbatches, rows: of a batch.
+      schedule: its name.
+      held_bytes: of inputs of stages, on one device.
+      seconds: of a step in which nothing but the stages is recomputed, in those of a forward pass
+        of one microbatch through one chunk.
+      again: how often a step waits for what the layers of one chunk recompute.
+    """
+
+    stages: int
+    chunks: int
+    microbatches: int
+    rows: int
+    schedule: str
+    held_bytes: int
+    seconds: float
+    again: float
+
+
 class ByLayer(Policy):
     """Base of the policies that look at a stack's very layer to say what its plan is.
 
@@ -58,15 +83,8 @@ class ByLayer(Policy):
         """
         return choices[0]
 
-    def note_pipeline(self, held_bytes: int, seconds: float, again: float) -> None:
-        """For those who take note of a pipeline that is run.
-
-        Args:
-          held_bytes: of inputs of stages, on one device.
-          seconds: of a step in which nothing but the stages is recomputed, in those of a forward
-            pass of one microbatch through one chunk.
-          again: how often a step waits for what the layers of one chunk recompute.
-        """
+    def note_pipeline(self, note: PipelineNote) -> None:
+        """For those who take note of a pipeline that is run."""
 
     def as_it_stands(
         self, stack: Any, layer: Any, args: Sequence[Any]

@@ -70,7 +70,7 @@ def test_larger_budgets_have_faster_steps_and_all_are_kept() -> None:
             step, *types(mesh), budget=budget, target=target, donate_argnums=(0,), progress=False
         )
         assert fitted.report.required_bytes <= budget
-        assert fitted.plan.microbatches in (4, 8)
+        assert fitted.plan.microbatches in (4, 8, 16, 32)
         assert fitted.plan.schedule in ("eager-1f1b", "1f1b")
         assert f"{fitted.plan.microbatches} microbatches in the pipeline" in str(fitted.explain())
         seconds.append(fitted.explain().extra_seconds)
