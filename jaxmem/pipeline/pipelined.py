@@ -4,8 +4,8 @@ GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved stages (Naraya
 arXiv 2104.04473), in one compiled program: a `jax.shard_map` over the mesh axis of the stages,
 with a loop over the ticks of the schedule in it.
 
-Known gaps, each refused with its reason: batch statistics and other state that the loss changes,
-auxiliary outputs, the gradient of the batch, forward mode.
+Known gaps, each refused with its reason: the gradient of the batch and of auxiliary outputs, state
+that all layers share and change, forward mode.
 """
 
 import functools
@@ -64,10 +64,18 @@ def pipeline(
     before it runs on the first stage, what is after it on the last; what both read, such as a
     tied embedding, gets the sum of their gradients.  Value and gradient are those of
 
-        jaxmem.value_and_grad(loss, microbatches=m, rng_argnums=...)
+        jaxmem.value_and_grad(loss, microbatches=m, rng_argnums=..., has_aux=..., ...)
 
     up to rounding: the mean over the rows, or what a `jaxmem.Weighted` says; rows dealt to
-    microbatches in the same way; for each microbatch the key that it has there.
+    microbatches in the same way; for each microbatch the key that it has there; auxiliary outputs
+    combined by the same words; state, such as batch statistics, passed on from each microbatch to
+    the next one.  An NNX module gets the state that the last one left.
+
+    State needs a place on the way where microbatches come by in turn: each layer's own, stacked
+    along its leading axis as its parameters are (linen: `variable_axes={"batch_stats": 0}`); what
+    is made without the layers, such as statistics before them and counters, which a pass over the
+    microbatches computes beforehand; and what is read only after the layers.  Other state is
+    refused, as the first stage would wait for the last one.
 
     | schedule | inputs of stages held, of microbatches | bubble |
     |---|---|---|
@@ -83,8 +91,8 @@ def pipeline(
     the layers, and "1f1b" takes twice the time of "eager-1f1b".
 
     Args:
-      target: returns the mean loss over its rows, a scalar, or a `jaxmem.Weighted`.  None to use
-        this as a decorator with arguments.
+      target: returns the mean loss over its rows, a scalar, or a `jaxmem.Weighted`; with `has_aux`
+        a pair of that and arrays.  None to use this as a decorator with arguments.
       axis: the mesh axis of the stages.  Other axes of the mesh stay with the compiler, which
         splits each stage's arrays over them as elsewhere.
       microbatches: m.  They need not divide the rows: microbatches of two sizes
@@ -104,25 +112,31 @@ def pipeline(
       where: which of several stacks: a predicate on `jaxmem.LayerStack`, or its index.
       batch_argnums: arguments whose leaves are split along their leading axis.
       rng_argnums: arguments that are random keys; each microbatch gets one of its own.
+      carry_argnums, has_aux, aux: state and auxiliary outputs, as in `jaxmem.value_and_grad`.
       accumulator_dtype: what gradients are summed in over the microbatches; None for each
         parameter's own dtype, as with recompute=False in any case.
       mesh: the mesh, also of absent devices; None for the one that is set by `jax.set_mesh`.
 
     Returns:
       A function of the same arguments that returns the loss, in float32 or wider, for `jax.grad`,
-      `jax.value_and_grad` and `jaxmem.value_and_grad`, to be used under `jax.jit`.  Its method
-      `explain` says what it will do.  Arrays that it differentiates are arguments, or closed over.
+      `jax.value_and_grad` and `jaxmem.value_and_grad`, to be used under `jax.jit`; with `has_aux` a
+      pair, of which the second is not differentiated, so that these get has_aux=True as well.  Its
+      method `explain` says what it will do.  Arrays that it differentiates are arguments, or closed
+      over.
 
     Raises:
       TypeError, ValueError: an option cannot be; at the call: the mesh lacks the axis, the layers
-        are fewer than the chunks, the function returns something else, or has no stack.
+        are fewer than the chunks, the function returns something else, or has no stack, or state
+        has no place.
 
     Memory on a device: its layers, their gradients in `accumulator_dtype`, the inputs of stages as
     above and one recomputed stage; of what is before and after the layers, each stage holds the
     parameters and their gradients.  Parameters belong on their stage: split the leading axis of
     stacked ones, `PartitionSpec("stage")`.  Where layers do not divide by the stages, or stages are
     interleaved, they are moved to their stage in each step.  What is computed before the layers and
-    read by all of them, such as a mask or an encoder's output, each stage computes.
+    read by all of them, such as a mask or an encoder's output, each stage computes.  Of layers' ys,
+    those that are auxiliary outputs as they are stay on their stage; others, which something reads
+    after the layers, go with a microbatch from stage to stage, in room for those of all layers.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(params, x):
@@ -139,6 +153,24 @@ def pipeline(
       stage 2       2  1.09 of the mean          1
     a stage's input is 128 B; 384 B of them are held; layers: Full()
     time of the ticks: 1.95 times that without a bubble, a backward pass being 4 forward ones
+
+    With a running mean in each layer, and the mean of what layers are sized as:
+
+    >>> def loss(w, x, means):
+    ...     def layer(h, own):
+    ...         w, mean = own
+    ...         h = jnp.tanh((h - mean) @ w)
+    ...         return h, (0.9 * mean + 0.1 * h.mean(0), jnp.abs(h).mean())
+    ...     h, (means, sizes) = jax.lax.scan(layer, x, (w, means))
+    ...     return (h**2).mean(), (means, sizes)
+    >>> args = jnp.ones((6, 8, 8)) / 8, jnp.ones((16, 8)), jnp.zeros((6, 8))
+    >>> pipelined = jaxmem.pipeline(
+    ...     loss, carry_argnums=2, has_aux=True, aux=("carry", "mean"), mesh=mesh
+    ... )
+    >>> step = jax.value_and_grad(pipelined, has_aux=True)
+    >>> (value, (means, sizes)), gradient = jax.eval_shape(step, *args)
+    >>> means.shape, sizes.shape, gradient.shape
+    ((6, 8), (6,), (6, 8, 8))
     """
     options = checked(
         axis, microbatches, schedule, chunks, policy, layers, recompute, where, batch_argnums,
