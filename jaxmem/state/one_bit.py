@@ -32,6 +32,9 @@ class OneBitAdamState(NamedTuple):
       count: int32, steps so far, without those skipped.
       frozen: int32, the step after which the variance was held fixed; 0 in the warm-up.
       skipped: int32, steps that were skipped, as a gradient was not finite.
+      still: int32, numbers that had no variance when it was held fixed, and do not move any more; 0
+        in the warm-up.  Worth a look after the switch: many mean that the warm-up was too short, or
+        that parameters get no gradient.
       norms: float32[window], sums of the variance in the last steps of the warm-up, for the test of
         its stability; float32[1], unused, where the warm-up ends at a given step.
       mu, nu: first and second moments, float32 in the shapes of the parameters.
@@ -44,6 +47,7 @@ class OneBitAdamState(NamedTuple):
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     frozen: jax.Array
     skipped: jax.Array
+    still: jax.Array
     norms: jax.Array
     mu: Any
     nu: Any
@@ -83,8 +87,8 @@ def one_bit_adam(
 
     Both directions of the average have error feedback.  Where a second moment is 0 in the end of
     the warm-up, as of the embedding of a token that never came, the number does not move any more:
-    signs have no zero, and each would be divided by eps; `OneBitStep.explain` counts
-    them.
+    signs have no zero, and each would be divided by eps.  The state's `still` counts them, and
+    `OneBitStep.explain` says of which parameters they are.
 
     A step in which a gradient of any device is not finite changes nothing on any of them, but is
     counted in the state's `skipped`.
@@ -162,13 +166,14 @@ class Moments(NamedTuple):
     """Of one step.
 
     Attributes:
-      count, frozen, norms: as in the state, after the step.
+      count, frozen, still, norms: as in the state, after the step.
       mu, nu, worker_error, server_error: as there.
       finite: whether the step is to be taken.
     """
 
     count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
     frozen: jax.Array
+    still: jax.Array
     norms: jax.Array
     mu: Any
     nu: Any
@@ -219,6 +224,7 @@ class Core:
             "count": jnp.zeros((), jnp.int32),
             "frozen": jnp.zeros((), jnp.int32),
             "skipped": jnp.zeros((), jnp.int32),
+            "still": jnp.zeros((), jnp.int32),
             "norms": jnp.zeros(max(self.window, 1), jnp.float32),  # orbax saves none of size 0
             "mu": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             "nu": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
@@ -263,7 +269,8 @@ class Core:
         if not gradients:
             frozen, norms = self._frozen(state, count, jnp.zeros(()))
             held = {name: getattr(state, name) for name in _TREES}
-            return Moments(count, frozen, norms, **held, finite=jnp.ones((), bool))
+            finite = jnp.ones((), bool)
+            return Moments(count, frozen, state.still, norms, **held, finite=finite)
         devices = lax.axis_size(self.axis)
         parts = [part_size(g.size, devices) for g in gradients]
         # Nothing of the state comes out of the branches but what is owned: it would be another
@@ -289,7 +296,12 @@ class Core:
         owned = [error[None] for error in found.owned_errors]
         new = map(tree.unflatten, (mu, nu, errors, owned))
         trees: dict[str, Any] = dict(zip(_TREES, new, strict=True))
-        return Moments(count, frozen, norms, **trees, finite=found.finite)
+        still = lax.cond(
+            warm & (frozen > 0),
+            lambda: sum((jnp.sum(v == 0, dtype=jnp.int32) for v in nu), jnp.zeros((), jnp.int32)),
+            lambda: state.still,
+        )
+        return Moments(count, frozen, still, norms, **trees, finite=found.finite)
 
     def ratio(self, moments: Any, m: jax.Array, v: jax.Array) -> jax.Array:
         """Adam's step of one array, before the learning rate."""

@@ -23,7 +23,8 @@ class OneBitLambState(NamedTuple):
     """What `one_bit_lamb` remembers.
 
     Attributes:
-      count, frozen, skipped, norms, mu, nu, worker_error, server_error: as in `OneBitAdamState`.
+      count, frozen, skipped, still, norms, mu, nu, worker_error, server_error: as in
+        `OneBitAdamState`.
       nu_fresh: second moments that go on after the warm-up, float32 in the shapes of the
         parameters; `nu` in the warm-up.
       coefficient: for each array the decaying mean of its coefficient in the warm-up, which
@@ -34,6 +35,7 @@ class OneBitLambState(NamedTuple):
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     frozen: jax.Array
     skipped: jax.Array
+    still: jax.Array
     norms: jax.Array
     mu: Any
     nu: Any

@@ -356,7 +356,7 @@ def redistribute_errors(state: Any, devices: int) -> Any:
     >>> import jax.numpy as jnp
     >>> zero, w = jnp.zeros((), jnp.int32), {"w": jnp.zeros(20)}
     >>> errors = {"w": jnp.arange(40.0).reshape(2, 20)}, {"w": jnp.zeros((2, 16))}
-    >>> state = OneBitAdamState(zero, zero, zero, jnp.zeros(0), w, w, *errors)
+    >>> state = OneBitAdamState(zero, zero, zero, zero, jnp.zeros(0), w, w, *errors)
     >>> state = redistribute_errors(state, 4)
     >>> state.worker_error["w"][:, 0].tolist(), state.server_error["w"].shape
     ([10.0, 10.0, 10.0, 10.0], (4, 8))

@@ -240,10 +240,13 @@ def test_numbers_without_a_variance_do_not_move_after_the_switch(name: str) -> N
         found.step(g)
 
     for k in range(3):
+        assert int(found.state.still) == 0
         step(k, is_there=False)
+    assert int(found.state.still) == 5 + 33
     before = jax.tree.map(np.asarray, found.params)
     for k in range(3, 6):
         step(k, is_there=True)
+    assert int(found.state.still) == 5 + 33
     np.testing.assert_array_equal(found.params["b"], before["b"])
     moved = np.asarray(found.params["layers"]["w"] != before["layers"]["w"])
     assert not moved[:, 2].any()
