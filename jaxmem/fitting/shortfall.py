@@ -93,6 +93,7 @@ def _hints(
             f"the arguments and results alone need {size(fixed)}: smaller parameters or optimizer "
             "state (bfloat16, adafactor), or more devices that share them"
         )
+        hints += [own[-1] for own in pipelined]
     hints += [
         f"decorate the function with the scan that {region.where} is a layer of: now all its turns "
         "have the same plan, and the scan is not cut"

@@ -39,10 +39,13 @@ def possible(options: Options, stages: int, rows: int, others: int) -> list[Pipe
 
     That is with four microbatches for each stage, or the next best number; one that divides the
     rows, if there is any.
+
+    Raises:
+      ValueError: stages are interleaved, and the rows are in no groups for them.
     """
-    counts, uneven = [options.microbatches], []
+    counts, smaller = [options.microbatches], []
     if options.microbatches is None:
-        counts, uneven = _counts(options, stages, rows, others)
+        counts, smaller = _counts(options, stages, rows, others)
     schedules = [options.schedule]
     if options.schedule is None:
         schedules = ["interleaved"] if options.chunks > 1 else ["eager-1f1b", "1f1b"]
@@ -50,12 +53,12 @@ def possible(options: Options, stages: int, rows: int, others: int) -> list[Pipe
     found = [
         PipelineChoice(count, schedule)
         for schedule in schedules
-        for count in [*counts, *uneven]
+        for count in [*counts, *smaller]
         if schedule is not None and count is not None
     ]
 
     def rank(one: PipelineChoice) -> tuple[bool, int]:
-        return one.microbatches in uneven, abs(one.microbatches - 4 * stages)
+        return one.microbatches in smaller, abs(one.microbatches - 4 * stages)
 
     return sorted(found, key=rank)
 
@@ -82,19 +85,18 @@ _FOR_EACH_STAGE = (1, 2, 4, 8)
 
 
 def _counts(options: Options, stages: int, rows: int, others: int) -> tuple[list[int], list[int]]:
-    """Numbers of microbatches that divide the rows, and such that do not.
+    """Numbers of microbatches that make the best of the devices, and such as may need less memory.
 
-    For each of a few numbers that double, the nearest one that divides the rows, if there is one
-    that is nearer to it than to the next; one that leaves rows for all other devices goes first.
-    Else the number itself: microbatches of two sizes, each with a bubble of its own, need less
-    memory than fewer of them.
+    For each of a few numbers that double, the nearest one that divides the rows and leaves each
+    microbatch rows for all other devices, if there is one that is nearer to it than to the next.
+    Else the number itself: microbatches of two sizes, each with a bubble of its own, take as long
+    as fewer of them, and are smaller.
 
     Raises:
       ValueError: stages are interleaved, which these rows do not allow.
     """
     near = [stages * times for times in _FOR_EACH_STAGE if stages * times <= rows] or [rows]
-    whole = [count for count in range(1, rows + 1) if rows % count == 0]
-    spread = [count for count in whole if rows // count % others == 0]
+    whole = [one for one in range(min(stages, rows), rows + 1) if rows % one == 0]
     if options.chunks > 1:
         # Of microbatches of each size the stages have to divide the number.
         if rows % stages:
@@ -104,13 +106,13 @@ def _counts(options: Options, stages: int, rows: int, others: int) -> tuple[list
                 f"{max(rows // stages, 1) * stages} rows or {-(-rows // stages) * stages}, or "
                 "leave chunks= out"
             )
-        spread, whole = ([one for one in own if one % stages == 0] for own in (spread, whole))
-    even: list[int] = []
-    uneven: list[int] = []
+        whole = [one for one in whole if one % stages == 0]
+    whole = [one for one in whole if rows // one % others == 0] or whole
+    best: list[int] = []
+    smaller: list[int] = []
     for count in near:
-        octaves = ([one for one in own if count**2 < 2 * one**2 < 4 * count**2]
-                   for own in (spread, whole))  # fmt: skip
-        own = next((own for own in octaves if own), [])
-        even += [min(own, key=lambda one: abs(one - count))] if own else []
-        uneven += [] if own else [count]
-    return even, uneven
+        if octave := [one for one in whole if count**2 < 2 * one**2 < 4 * count**2]:
+            best.append(min(octave, key=lambda one: abs(one - count)))
+        elif rows // count >= others:
+            smaller.append(count)
+    return best, smaller if best or smaller else near

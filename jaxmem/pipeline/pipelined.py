@@ -97,7 +97,8 @@ def pipeline(
         splits each stage's arrays over them as elsewhere.
       microbatches: m.  They need not divide the rows: microbatches of two sizes
         then go through one after the other, each with a bubble of its own.  "auto" for
-        `jaxmem.fit` to choose; without it four for each stage.
+        `jaxmem.fit` to choose from numbers near 1, 2, 4 and 8 for each stage, those that divide the
+        rows where there are such; without it four for each stage.
       schedule: see the table; `explain` shows it.  "auto" likewise; without `jaxmem.fit`
         "eager-1f1b", or "interleaved" if there are chunks.
       chunks: v, groups of layers on each device, for interleaved stages; the stages divide m then.

@@ -379,8 +379,8 @@ def test_changes_that_no_microbatch_can_take() -> None:
 
     assert said(grown, Growing(), X) == (
         "grown changes which arrays argument 0 holds: 0 before and 1 after, and what a "
-        "microbatch leaves the next one has to take; make the variables when the module is made, or "
-        "return the values with has_aux=True"
+        "microbatch leaves the next one has to take; make the variables when the module is made, "
+        "or return the values with has_aux=True"
     )
     assert said(grown, Widening(), X) == (
         "grown changes model/seen/value from float32[] to float32[2]; what the next microbatch "

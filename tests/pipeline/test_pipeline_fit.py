@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmem
+from jaxmem.accumulate.split import Split
+from jaxmem.pipeline.auto import possible
 
 STAGES, LAYERS, WIDTH, ROWS = 4, 8, 128, 2008  # which 4 and 8 divide, and not 16
 
@@ -134,3 +136,78 @@ def test_plans_of_other_steps_are_refused() -> None:
     with jaxmem.use_plan(fitted.plan), pytest.raises(ValueError) as error:
         jax.eval_shape(step, of[0], small)
     assert "and this batch and mesh allow 3 (eager-1f1b), 3 (1f1b)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "others", "chunks", "expected"),
+    [
+        (2008, 1, 1, [8, 4, 16, 32]),  # which 16 and 32 do not divide
+        (13, 1, 1, [8, 4]),  # which nothing divides
+        (36, 1, 1, [18, 9, 4, 36]),
+        (36, 2, 1, [18, 9, 4]),  # with rows for two devices in each microbatch
+        (35, 2, 1, [7, 5, 35, 16]),
+        (35, 64, 1, [7, 5, 35]),
+        (3, 1, 1, [3]),
+        (40, 1, 2, [20, 8, 4, 40]),  # in groups of four
+        (44, 1, 2, [4, 44, 16, 8]),
+    ],
+    ids=str,
+)
+def test_numbers_of_microbatches_that_are_tried(
+    rows: int, others: int, chunks: int, expected: list[int]
+) -> None:
+    """Four stages; what is done without a plan first."""
+    options = checked_options(chunks=chunks)
+    found = [one.microbatches for one in possible(options, 4, rows, others)]
+    assert list(dict.fromkeys(found)) == expected
+    for count in expected:
+        groups = Split.of(rows, count).groups
+        assert chunks == 1 or all(group.count % 4 == 0 for group in groups)
+
+
+def checked_options(**options: Any) -> Any:
+    return jaxmem.pipeline(loss, **AUTO, **options)._options
+
+
+def test_rows_that_interleaved_stages_cannot_take() -> None:
+    with pytest.raises(ValueError) as error:
+        possible(checked_options(chunks=2), 4, 13, 1)
+    assert str(error.value) == (
+        "interleaved stages take microbatches in groups of 4, and the 13 rows of the batch are in "
+        "no such groups; pass a batch of 12 rows or 16, or leave chunks= out"
+    )
+
+
+def test_a_batch_that_no_number_divides_is_planned() -> None:
+    """Microbatches of two sizes are two loops over ticks, each with a region of its own."""
+    mesh = here()
+    params, _ = types(mesh)
+    x = jax.ShapeDtypeStruct((13, WIDTH), "float32")
+    fitted = jaxmem.fit(step_on(mesh, **AUTO), params, x, budget="1GiB", progress=False)
+    assert fitted.plan.microbatches in (4, 8)
+    assert len(fitted.plan.regions) == 2
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_what_helps_a_pipelined_step_that_does_not_fit(is_open: bool) -> None:
+    mesh = here()
+    options = AUTO if is_open else {"microbatches": 4}
+    of = types(mesh)
+
+    def said(budget: str) -> str:
+        with pytest.raises(jaxmem.BudgetError) as error:
+            jaxmem.fit(
+                step_on(mesh, **options), *of, budget=budget, donate_argnums=(0,), max_compiles=1,
+                progress=False,
+            )  # fmt: skip
+        return str(error.value)
+
+    if not is_open:
+        assert "more stages than 4: a mesh" in said("1.5MiB")  # less than the arguments need
+    text = said("2.5MiB")
+    assert "jaxmem.value_and_grad(" not in text
+    assert "more stages than 4: a mesh with more devices along their axis" in text
+    most, also = (32, ", of which 32 at most were tried") if is_open else (4, "")
+    assert f"{also} (jaxmem.pipeline(loss, microbatches={2 * most})): the inputs of stages" in text
+    assert "more microbatches in the pipeline than " in text
+    assert ('schedule="1f1b", which holds the inputs of 4 microbatches' in text) != is_open
