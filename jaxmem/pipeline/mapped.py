@@ -11,9 +11,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jaxmem.pipeline import kept, one_by_one
+from jaxmem.pipeline.backward import Gradients
 from jaxmem.pipeline.carried import Carried
 from jaxmem.pipeline.device import Inputs, Program
-from jaxmem.pipeline.one_by_one import Gradients
 
 # ---------------------------------------------------------------- API
 

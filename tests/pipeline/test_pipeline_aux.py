@@ -256,7 +256,8 @@ def test_a_module_of_nnx_gets_its_state(kind: AxisType) -> None:
         pipelined = jaxmem.pipeline(of_module, microbatches=4)
         found = nnx.jit(nnx.value_and_grad(pipelined))(models[1], x)
     near(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-5)
-    near(*(jax.tree.leaves(nnx.state(model)) for model in reversed(models)))
+    own, theirs = (jax.tree.leaves(nnx.state(model)) for model in reversed(models))
+    near(own, theirs)
 
 
 # ---------------------------------------------------------------- what it costs
