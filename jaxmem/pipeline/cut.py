@@ -14,7 +14,6 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.pipeline.function import Output, Results
-from jaxmem.pipeline.states import State, placed
 from jaxmem.plans.plan import Plan
 from jaxmem.policies import NoRemat, Policy
 from jaxmem.rewrite.apply import as_stack
@@ -23,6 +22,25 @@ from jaxmem.trace.find import LayerStack, Where
 from jaxmem.trace.layer import Body
 
 # ---------------------------------------------------------------- types
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A leaf that goes from microbatch to microbatch.
+
+    Attributes:
+      number: its operand.
+      out: the flat result that is its new value.
+      kind: "before", "layers" or "after", see `jaxmem.pipeline.states`; "same" if it is passed on
+        as it is.
+      x, y: of "layers", which stacked input and output of the layers they are.
+    """
+
+    number: int
+    out: int
+    kind: str
+    x: int = -1
+    y: int = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -236,7 +254,6 @@ def cut(
     closed: ClosedJaxpr,
     own: frozenset[int],
     results: Results,
-    changed: Sequence[tuple[int, int, str]],
     where: Where | None,
     label: str,
 ) -> Cut:
@@ -246,13 +263,11 @@ def cut(
       closed: inlined, and without constants.
       own: numbers of the operands that are of the batch, or keys.
       results: what its results are.
-      changed: operand, result and name of what goes from microbatch to microbatch.
       where: which of several stacks; an index, or a predicate on `LayerStack`.
       label: what the function is called in messages.
 
     Raises:
-      ValueError: there is no stack, or there are several, or it is inside another call; or a value
-        has no place to go from microbatch to microbatch.
+      ValueError: there is no stack, or there are several, or it is inside another call.
     """
     stacks = find.find(closed).stacks
     if not stacks:
@@ -289,7 +304,4 @@ def cut(
     else:
         form, policy = as_stack(eqn, NoRemat()).form, None
     parts = form.body, form.length, form.reverse, form.unroll
-    found = Cut(closed, own, results, places[0], info, *parts, policy)
-    states = placed(found, changed, label)
-    changing = {state.number for state in states if state.kind != "same"}
-    return dataclasses.replace(found, own=own | changing, states=states)
+    return Cut(closed, own, results, places[0], info, *parts, policy)

@@ -19,6 +19,7 @@ from jaxmem.pipeline.function import Operands, called, traced
 from jaxmem.pipeline.options import Options, manual_axes
 from jaxmem.pipeline.schedule import PipelineSchedule
 from jaxmem.pipeline.stage import Stages
+from jaxmem.pipeline.states import with_states
 
 # ---------------------------------------------------------------- types
 
@@ -93,7 +94,8 @@ def _part(options: Options, call: Call, group: Group, mesh: Any) -> Part:
         changed = [(places[path], out, call.names[path]) for path, out in results.changed]
         first = len(consts) + len(operands.shared)
         own = frozenset(range(first, len(closed.in_avals)))
-        return cut(closed, own, results, changed, options.where, label), consts
+        function = cut(closed, own, results, options.where, label)
+        return with_states(function, changed, label), consts
 
     with inside(mesh, options.axis):
         function, consts = found()

@@ -14,37 +14,14 @@ Anything else would make the first layer wait for the last one of the microbatch
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxmem.pipeline.cut import Cut
-
-# ---------------------------------------------------------------- types
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """A leaf that goes from microbatch to microbatch.
-
-    Attributes:
-      number: its operand.
-      out: the flat result that is its new value.
-      kind: "before", "layers" or "after"; "same" if it is passed on as it is.
-      x, y: of "layers", which stacked input and output of the layers they are.
-    """
-
-    number: int
-    out: int
-    kind: str
-    x: int = -1
-    y: int = -1
-
+from jaxmem.pipeline.cut import Cut, State
 
 # ---------------------------------------------------------------- API
 
 
-def placed(cut: "Cut", pairs: Sequence[tuple[int, int, str]], label: str) -> tuple[State, ...]:
-    """Where values are that go from microbatch to microbatch.
+def with_states(cut: Cut, pairs: Sequence[tuple[int, int, str]], label: str) -> Cut:
+    """A cut function that knows where values are that go from microbatch to microbatch.
 
     Args:
       cut: the function.
@@ -71,13 +48,15 @@ def placed(cut: "Cut", pairs: Sequence[tuple[int, int, str]], label: str) -> tup
             'variable_axes={"batch_stats": 0}), state that is made without the layers, and state '
             "that is read after them"
         )
-    return tuple(found.values())
+    states = tuple(found.values())
+    changing = {state.number for state in states if state.kind != "same"}
+    return dataclasses.replace(cut, own=cut.own | changing, states=states)
 
 
 # ---------------------------------------------------------------- implementation
 
 
-def _first(cut: "Cut", number: int, out: int) -> State:
+def _first(cut: Cut, number: int, out: int) -> State:
     jaxpr = cut.closed.jaxpr
     var, atom = jaxpr.invars[number], jaxpr.outvars[out]
     if atom is var:

@@ -165,7 +165,7 @@ def test_random_models(
     ("model", "rows", "m", "axes", "options"),
     [
         (Model(4), 7, 3, {"stage": 2}, {"schedule": "gpipe"}),
-        (Model(5, weighted=True), 7, 3, {"stage": 3}, {"schedule": "1f1b"}),
+        (Model(5, weighted=True), 6, 3, {"stage": 3}, {"schedule": "1f1b"}),
         (Model(4, weighted=True), 6, 3, {"stage": 2}, {"schedule": "gpipe", "recompute": False}),
         (Model(5, reverse=True), 8, 4, {"stage": 2}, {"schedule": "interleaved", "chunks": 2}),
         (Model(5), 8, 2, {"stage": 2, "data": 2}, {}),
