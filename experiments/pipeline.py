@@ -48,8 +48,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "interleaved, 2 chunks": {"schedule": "interleaved", "chunks": 2, "accumulator_dtype": None},
     "gpipe, float32 sums": {"schedule": "gpipe"},
     "1f1b, float32 sums": {"schedule": "1f1b"},
+    "1f1b, batch statistics": {"schedule": "1f1b", "accumulator_dtype": None},
     "eager-1f1b, float32 sums": {"schedule": "eager-1f1b"},
 }
+
+# Where each layer subtracts a running mean, which goes from microbatch to microbatch.
+WITH_STATE = "1f1b, batch statistics"
 
 # Temporaries in MiB that were asked for, at 8, 16, 32 and 64 microbatches.
 GOALS: dict[str, tuple[int | None, ...]] = {
@@ -157,25 +161,36 @@ def measured(
     known = jaxmem.target(target, devices=STAGES)
     mesh = known.mesh({"stage": STAGES})
 
-    def spec(shape: tuple[int, ...], *parts: Any) -> jax.ShapeDtypeStruct:
+    def spec(shape: tuple[int, ...], *parts: Any, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         place = NamedSharding(mesh, PartitionSpec(*parts))
-        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=place)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+    def layer(x: jax.Array, own: Any) -> tuple[jax.Array, Any]:
+        p, mean = own
+        normed = x if mean is None else x - mean.astype(x.dtype)
+        new = None if mean is None else 0.9 * mean + 0.1 * x.astype(jnp.float32).mean(0)
+        return x + jax.nn.gelu(normed @ p["up"]) @ p["down"], new
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.square(jax.lax.scan(layer, x, params)[0].astype(jnp.float32)).mean()
+    def loss(params: Any, x: jax.Array, means: Any = None) -> Any:
+        x, means = jax.lax.scan(layer, x, (params, means))
+        value = jnp.square(x.astype(jnp.float32)).mean()
+        return value if means is None else (value, means)
 
     hidden = width * HIDDEN // WIDTH
     params = {
         "up": spec((layers, width, hidden), "stage"),
         "down": spec((layers, hidden, width), "stage"),
     }
-    args = params, spec((microbatches * ROWS, width))
-    pipelined = jaxmem.pipeline(loss, microbatches=microbatches, mesh=mesh, **WAYS[way])
+    args: Any = params, spec((microbatches * ROWS, width))
+    options = dict(WAYS[way])
+    has_state = way == WITH_STATE
+    if has_state:
+        args += (spec((layers, width), "stage", dtype="float32"),)
+        options |= {"has_aux": True, "aux": "carry", "carry_argnums": 2}
+    pipelined = jaxmem.pipeline(loss, microbatches=microbatches, mesh=mesh, **options)
     plan = pipelined.explain(*args)
-    report = jaxmem.memory_report(jax.value_and_grad(pipelined), *args, target=known, suggest=False)
+    step = jax.value_and_grad(pipelined, has_aux=has_state)
+    report = jaxmem.memory_report(step, *args, target=known, suggest=False)
     return Row(
         versions=versions, target=target, layers=layers, width=width, way=way,
         microbatches=microbatches, ticks=plan.ticks, bubble=round(plan.bubble, 4),
@@ -287,7 +302,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     with picture.drawn(path, message, width=7.4, height=4.4) as (axes,):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        ways = [way for way in dict.fromkeys(row.way for row in rows) if "float32" not in way]
+        ways = [way for way in dict.fromkeys(row.way for row in rows) if way != WITH_STATE]
+        ways = [way for way in ways if "float32" not in way]
         for way, colour in zip(ways, picture.COLOURS, strict=False):
             own = [row for row in rows if row.way == way]
             xs, ys = [row.microbatches for row in own], [row.temp_bytes / 2**20 for row in own]
