@@ -194,6 +194,7 @@ class Block(nn.Module):
         return x + jnp.tanh(y), None
 
 
+@jaxmem.remat_dots
 class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -204,7 +205,7 @@ class Encoder(nn.Module):
 
 
 def test_batch_statistics_of_linen() -> None:
-    """Before the layers, in them and after them."""
+    """Before the layers, in them and after them; also where the layers have a policy already."""
     x = normal(5, 9, WIDTH)
     variables = Encoder().init(jax.random.key(0), x)
 
