@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmem._util.imported import nnx_is_used
 from jaxmem.accumulate.stepped import stepped
 from jaxmem.accumulate.trees import at_least_float32, described
 from jaxmem.errors import check_positive
@@ -75,7 +76,8 @@ def dynamic_loss_scale(
     `jaxmem.value_and_update` the scale is an argument of the loss like any other, and the backward
     pass runs twice, as no parameter may be updated before all gradients are known to be finite.
     Gradients of arrays that are spread over devices count as a whole, so that all devices do the
-    same.
+    same.  Where the state is donated, read the scale inside of what is jitted: outside it is one of
+    the arrays that are given away.
 
     Args:
       optimizer: an optax transformation.  One that takes `value=` gets it divided by the scale.
@@ -139,7 +141,13 @@ def loss_scale(state: Any) -> jax.Array:
             f"what was passed, a {type(state).__name__}; pass the state of the optimizer, with one "
             "jaxmem.dynamic_loss_scale in it"
         )
-    return found[0]
+    (scale,) = found
+    if nnx_is_used():
+        from flax import nnx
+
+        # The number of now: the next update changes the variable.
+        return scale[...] if isinstance(scale, nnx.Variable) else scale
+    return scale
 
 
 # ---------------------------------------------------------------- implementation

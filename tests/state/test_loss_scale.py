@@ -240,6 +240,18 @@ def test_nnx():
     assert bits(nnx.state(model)) != before
 
 
+def test_the_scale_of_an_nnx_optimizer_stays_what_it_was():
+    from flax import nnx
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, dynamic_loss_scale(optax.sgd(1.0), 4), wrt=nnx.Param)
+    scale = jaxmem.loss_scale(optimizer.opt_state)
+    assert isinstance(scale, jax.Array)
+    infinite = jax.tree.map(lambda leaf: leaf * jnp.inf, nnx.state(model, nnx.Param))
+    optimizer.update(model, infinite)
+    assert (float(scale), float(jaxmem.loss_scale(optimizer.opt_state))) == (4, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
