@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
-from jaxmem import _jax
 from jaxmem.layers import checks
 from jaxmem.layers.bits import packed, unpacked
 from jaxmem.layers.linear import linear
@@ -62,8 +62,8 @@ def dropout(x: Any, rate: float, key: Any, broadcast_dims: Sequence[int] = ()) -
       key.
 
     Raises:
-      TypeError: `x` is no array of floats, or `rate` no Python number.
-      ValueError: `rate` is not from 0 to 1.
+      TypeError: `x` is no array of floats, `rate` no Python number, or `key` no key.
+      ValueError: `rate` is not from 0 to 1, or `key` is several keys.
 
     >>> import jax, jaxmem
     >>> x = jax.ShapeDtypeStruct((256, 64), "float32")
@@ -77,8 +77,7 @@ def dropout(x: Any, rate: float, key: Any, broadcast_dims: Sequence[int] = ()) -
         return x
     if rate == 1:
         return jnp.zeros_like(x)
-    if not _jax.is_key(key):
-        key = jax.random.wrap_key_data(key)
+    key = checks.key("dropout", key)
     shape = list(x.shape)
     for axis in checks.axes("dropout", tuple(broadcast_dims), x.ndim) if broadcast_dims else ():
         shape[axis] = 1
@@ -133,11 +132,18 @@ def _dropout(what: _Dropout, x: Any, data: Any) -> Any:
     return what(x, data)
 
 
-@_dropout.defjvp
+# With symbolic zeros: plans know no arrays of the type that tangents of integers have.
+@functools.partial(_dropout.defjvp, symbolic_zeros=True)
 def _(what: _Dropout, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     (x, data), (tangent, _) = primals, tangents
     data = checkpoint_name(data, "dropout_key")
-    return what(x, data), linear(what, tangent, data)
+    return what(x, data), linear(what, _filled(tangent), data)
+
+
+def _filled(tangent: Any) -> Any:
+    if isinstance(tangent, SymbolicZero):
+        return jnp.zeros(tangent.aval.shape, tangent.aval.dtype)
+    return tangent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +178,8 @@ def _remasked(what: Remasked, x: Any, *data: Any) -> Any:
     return what(x, *data)
 
 
-@_remasked.defjvp
+@functools.partial(_remasked.defjvp, symbolic_zeros=True)
 def _(what: Remasked, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     (x, *data), (tangent, *_) = primals, tangents
     data = [checkpoint_name(d, "dropout_key") for d in data]
-    return what(x, *data), linear(what, tangent, *data)
+    return what(x, *data), linear(what, _filled(tangent), *data)

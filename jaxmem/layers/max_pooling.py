@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -94,7 +94,7 @@ def max_pool(
       window of two elements, two bits up to 4, four up to 16, and a byte for one of more.
 
     Raises:
-      TypeError: `x` is no array of floats.
+      TypeError: `x` is no array of floats, or `padding` neither a word nor pairs.
       ValueError: the window has more than 256 elements, more dimensions than `x`, or strides and
         padding are not of its dimensions.
 
@@ -147,6 +147,8 @@ def _windows(
             raise ValueError(f'max_pool takes padding as "VALID", "SAME" or pairs, got {padding!r}')
         pads = lax.padtype_to_pads(shape, sizes, steps, padding.upper())
     else:
+        if not isinstance(padding, Iterable):
+            raise TypeError(f'max_pool takes padding as "VALID", "SAME" or pairs, got {padding!r}')
         given = [_whole("padding", pair) for pair in padding]
         if len(given) != len(window) or any(len(pair) != 2 for pair in given):
             raise ValueError(

@@ -179,11 +179,11 @@ def norm_linear(
         )
     ins, outs = kernel.shape
     parts = [
-        checks.vector("norm_linear", what, value, (length,))
-        for what, value, length in (
-            ("norm_scale", norm_scale, ins),
-            ("norm_bias", norm_bias, ins),
-            ("bias", bias, outs),
+        checks.vector("norm_linear", what, value, (length,), like)
+        for what, value, length, like in (
+            ("norm_scale", norm_scale, ins, "the kernel's rows"),
+            ("norm_bias", norm_bias, ins, "the kernel's rows"),
+            ("bias", bias, outs, "the kernel's columns"),
         )
     ]
     return _norm_linear(y, kernel, *parts)
@@ -230,12 +230,12 @@ def checked(
     x = checks.floats(name, x)
     axes = checks.axes(name, axis, x.ndim)
     shape = tuple(x.shape[k] for k in axes)
-    scale = checks.vector(name, "scale", scale, shape)
-    bias = checks.vector(name, "bias", bias, shape)
-    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name} takes a dtype of floats, got {dtype}")
-    return normalised(Norm(centered, axes, float(epsilon), dtype, fast_variance), x, scale, bias)
+    like = "the axes that are normalised"
+    scale = checks.vector(name, "scale", scale, shape, like)
+    bias = checks.vector(name, "bias", bias, shape, like)
+    dtype = checks.dtype(name, x.dtype if dtype is None else dtype)
+    epsilon = checks.epsilon(name, epsilon)
+    return normalised(Norm(centered, axes, epsilon, dtype, fast_variance), x, scale, bias)
 
 
 def normalised(how: Norm, x: Any, scale: Any = None, bias: Any = None) -> jax.Array:

@@ -351,7 +351,7 @@ def test_in_a_shard_map() -> None:
         ),
         (
             lambda layers: layers.ms_layer_norm(jnp.ones((2, 3)), jnp.ones(2)),
-            r"scale has shape \(2,\), and the axes that are normalised have \(3,\)",
+            r"scale has shape \(2,\), and must have \(3,\), that of the axes that are normalised",
         ),
         (
             lambda layers: layers.ms_layer_norm(jnp.ones(3), dtype=int),
@@ -368,6 +368,39 @@ def test_in_a_shard_map() -> None:
         (
             lambda layers: layers.norm_linear(jnp.ones((2, 3)), jnp.ones((4, 5))),
             r"got \(2, 3\) and \(4, 5\)",
+        ),
+        (
+            lambda layers: layers.norm_linear(jnp.ones(3), jnp.ones((3, 5)), jnp.ones(3)),
+            r"bias has shape \(3,\), and must have \(5,\), that of the kernel's columns",
+        ),
+        (lambda layers: layers.relu(jnp.ones(3) * 1j), "real and imaginary part by themselves"),
+        (
+            lambda layers: layers.ms_layer_norm(jnp.ones(3), dtype="foo"),
+            "takes a dtype of floats, such as jnp.bfloat16 or its name, got 'foo'",
+        ),
+        (
+            lambda layers: layers.ms_rms_norm(jnp.ones(3), epsilon="a"),
+            "ms_rms_norm takes epsilon as a Python number, got 'a'",
+        ),
+        (
+            lambda layers: jax.jit(lambda e: layers.ms_rms_norm(jnp.ones(3), epsilon=e))(1e-3),
+            "takes epsilon as a Python number, got an array that is traced",
+        ),
+        (
+            lambda layers: layers.dropout(jnp.ones(3), 0.5, None),
+            "dropout takes a key of jax.random, got NoneType",
+        ),
+        (
+            lambda layers: layers.dropout(jnp.ones(3), 0.5, jnp.ones(3)),
+            r"dropout takes a key of jax.random, got float32 of shape \(3,\)",
+        ),
+        (
+            lambda layers: layers.dropout(jnp.ones(3), 0.5, jax.random.split(jax.random.key(0), 2)),
+            r"takes one key, got keys of shape \(2,\)",
+        ),
+        (
+            lambda layers: layers.max_pool(jnp.ones((2, 2, 1)), (2, 2), padding=1),
+            'takes padding as "VALID", "SAME" or pairs, got 1',
         ),
     ],
 )
