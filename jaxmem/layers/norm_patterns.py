@@ -19,7 +19,7 @@ import numpy as np
 from jaxmem import _jax
 from jaxmem.layers import norms
 from jaxmem.layers.patterns import Match
-from jaxmem.layers.pieces import Makers, Piece
+from jaxmem.layers.pieces import SPREADING, Makers, Piece
 
 # ---------------------------------------------------------------- types
 
@@ -175,6 +175,7 @@ class _Values:
 _ON_CONSTANTS: dict[str, Callable[..., float]] = {
     "broadcast_in_dim": lambda a: a,
     "convert_element_type": lambda a: a,
+    **dict.fromkeys(SPREADING, lambda a: a),
     "sub": lambda a, b: a - b,
     "gt": lambda a, b: float(a > b),
 }

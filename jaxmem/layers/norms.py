@@ -61,7 +61,10 @@ class Norm:
 
     def narrower(self, dtype: Any) -> Any:
         """In which dtype y is kept of an argument of this one, where it is no result."""
-        return min(dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+        # In the type of integers y would be rounded to them, in 8 bits to an order of magnitude.
+        can_hold = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+        several = (dtype, self.dtype) if can_hold else (self.dtype,)
+        return min(several, key=lambda dtype: dtype.itemsize)
 
     def _parts(self, x: Any) -> tuple[Any, Any]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

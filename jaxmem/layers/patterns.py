@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmem import _jax
 from jaxmem.layers import activations, masks
-from jaxmem.layers.pieces import Makers, Piece
+from jaxmem.layers.pieces import SPREADING, Makers, Piece
 
 # ---------------------------------------------------------------- types
 
@@ -76,6 +76,7 @@ def relu_matches(makers: Makers) -> Iterator[Match]:
             continue
         eqns = _jax.inlined(inner).jaxpr.eqns
         zeros = [a.val for e in eqns for a in e.invars if _jax.is_literal(a)]
+        eqns = [e for e in eqns if e.primitive.name not in SPREADING]
         is_max = [e.primitive.name for e in eqns] == ["max"] and [float(z) for z in zeros] == [0.0]
         if is_max and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
             yield Match(place, list(eqn.invars), masks.relu, "relu", "relu", "exact")
@@ -171,6 +172,7 @@ def _unified(makers: Makers, template: Makers, out: Any) -> Any | None:
 
     def same(known: Any, atom: Any) -> bool:
         if _jax.is_literal(known):
+            atom = makers.literal(atom)
             return _jax.is_literal(atom) and np.array_equal(known.val, atom.val)
         if known is argument:
             if _jax.is_literal(atom) or atom.aval.dtype != argument.aval.dtype:
@@ -222,12 +224,12 @@ def _is_zero(makers: Makers, atom: Any) -> bool:
     eqn = makers.of(atom)
     return (
         eqn is not None
-        and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
+        and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", *SPREADING)
         and _is_zero(makers, eqn.invars[0])
     )
 
 
-_MASK_OPERATIONS = frozenset({"broadcast_in_dim", "reshape", "convert_element_type", "not"})
+_MASK_OPERATIONS = SPREADING | {"broadcast_in_dim", "reshape", "convert_element_type", "not"}
 
 
 def _random_mask(makers: Makers, mask: Any) -> tuple[list[Any], Piece] | None:

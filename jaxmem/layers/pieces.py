@@ -5,6 +5,9 @@ from typing import Any
 
 from jaxmem import _jax
 
+# How `jax.shard_map` says that a value, from here on, may differ between devices.
+SPREADING = frozenset({"pvary", "pcast"})
+
 # ---------------------------------------------------------------- types
 
 
@@ -31,6 +34,12 @@ class Makers:
         """The equation that makes a value; None for what is given, and for literals."""
         at = self.place.get(atom) if _jax.is_var(atom) else None
         return None if at is None else self.jaxpr.eqns[at]
+
+    def literal(self, atom: Any) -> Any:
+        """The literal that a value is, if it is one: as it stands, or spread over devices."""
+        eqn = self.of(atom)
+        is_spread = eqn is not None and eqn.primitive.name in SPREADING
+        return eqn.invars[0] if is_spread and _jax.is_literal(eqn.invars[0]) else atom
 
     def piece(self, ins: Sequence[Any], outs: Sequence[Any]) -> Piece | None:
         """What makes `outs` of `ins`; None if that needs anything else."""

@@ -201,8 +201,8 @@ def _inside(eqn: Any, operands: list[Any], choice: LowMemory, count: int) -> lis
     params = eqn.params
 
     def run(closed: ClosedJaxpr, times: int = 1) -> Callable[..., list[Any]]:
-        flat = _flat(closed)
-        return lambda *args: _evaluate(flat, args, choice, count * times)
+        # Made flat where it is run: inside of a shard_map, the axes of which it may speak of.
+        return lambda *args: _evaluate(_flat(closed), args, choice, count * times)
 
     def traced(closed: ClosedJaxpr, times: int = 1) -> ClosedJaxpr:
         return _jax.trace(run(closed, times), closed.in_avals)

@@ -45,6 +45,66 @@ def held_against(plain: Any, mine: Any, *args: Any, rtol: float = 1e-5) -> Any:
 # ---------------------------------------------------------------- what is found
 
 
+def test_inside_of_a_shard_map_and_around_one() -> None:
+    """With the check of what varies over devices, which is jax's default, and without it."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    norm, dropout = nn.LayerNorm(), nn.Dropout(0.2, deterministic=False)
+    x, key = numbers((16, 64)), jax.random.key(0)
+    params = jax.tree.map(lambda leaf: leaf + 0.5, norm.init(key, x))
+
+    def model(params: Any, x: Any) -> Any:
+        h = jax.nn.gelu(jax.nn.relu(norm.apply(params, x)))
+        return dropout.apply({}, h, rngs={"dropout": key})
+
+    def spread(model: Any, check: bool) -> Any:
+        def mean(params: Any, x: Any) -> Any:
+            return jax.lax.pmean((model(params, x) ** 2).mean(), "x")
+
+        where = {"in_specs": (spec(), spec("x")), "out_specs": spec(), "check_vma": check}
+        return jax.shard_map(mean, mesh=mesh, **where)
+
+    for check in (True, False):
+        expected = jax.jit(jax.grad(spread(model, check), (0, 1)))(params, x)
+        around = jaxmem.low_memory(spread(model, check))
+        assert len(jaxmem.replacements(around, params, x)) == 4
+        exact = jaxmem.low_memory(spread(model, check), exact=True)
+        for mine in (exact, spread(jaxmem.low_memory(model, exact=True), check)):
+            assert len(jaxmem.replacements(mine, params, x)) == 3
+            found = jax.jit(jax.grad(mine, (0, 1)))(params, x)
+            chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_policy_on_top_of_dropout_in_a_python_loop() -> None:
+    dropout = nn.Dropout(0.2, deterministic=False)
+
+    def model(weights: Any, x: Any, key: Any) -> Any:
+        for i, w in enumerate(weights):
+            h = jnp.tanh(x @ w)
+            x = x + dropout.apply({}, h, rngs={"dropout": jax.random.fold_in(key, i)})
+        return (x**2).mean()
+
+    args = [*numbers((4, 8, 8)) / 8], numbers((4, 8)), jax.random.key(0)
+    mine = jaxmem.remat_sqrt(jaxmem.low_memory(model))
+    found, expected = (jax.jit(jax.grad(f))(*args) for f in (mine, model))
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_of_integers_keeps_no_integers() -> None:
+    """The gradient of the scale is exact for images of uint8, too."""
+    norm = nn.LayerNorm()
+    images = jax.random.randint(jax.random.key(0), (4, 16), 0, 256).astype(jnp.uint8)
+    params = jax.tree.map(lambda leaf: leaf + 0.5, norm.init(jax.random.key(1), images))
+
+    def loss(params: Any, images: Any) -> Any:
+        return (norm.apply(params, images) ** 3).sum()
+
+    mine = jaxmem.low_memory(loss)
+    assert len(jaxmem.replacements(mine, params, images)) == 1
+    found, expected = (jax.grad(f)(params, images) for f in (mine, loss))
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
 def written_gelu(x: Any) -> Any:
     return 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
