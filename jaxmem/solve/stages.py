@@ -39,6 +39,8 @@ class Option:
       input_bytes: of `tape_bytes`, what belongs to the stage's input, and is not
         counted again where that is held anyway.
       output_bytes: of `tape_bytes`, what belongs to the stage's result, likewise.
+      result_seconds: of one evaluation, what only the result needs and the tape does not: spared
+        where the stage is the last of a segment that is evaluated again, whose result is known.
     """
 
     tape_bytes: int
@@ -46,6 +48,7 @@ class Option:
     work_bytes: int = 0
     input_bytes: int = 0
     output_bytes: int = 0
+    result_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,11 @@ class ChainPlan:
 def extra_seconds(
     steps: Sequence[Kept | Recomputed], stages: Sequence[Stage], merged: Merged = NO_MERGED
 ) -> float:
-    """Seconds of forward work beyond one evaluation of each stage."""
+    """Seconds of forward work beyond one evaluation of each stage.
+
+    What the end of a segment takes for its result is spared when that is evaluated again.  Dynamic
+    programs do not see it: they propose plans, of which the seconds are then counted.
+    """
     total = 0.0
     for step in steps:
         if isinstance(step, Kept):
@@ -140,6 +147,9 @@ def extra_seconds(
         else:
             total += sum(stage.seconds for stage in stages[step.first : step.last])
             total += extra_seconds(step.inner, stages, merged)
+            last = step.inner[-1]
+            if isinstance(last, Kept):
+                total -= last.among(stages, merged).options[last.option].result_seconds
     return total
 
 

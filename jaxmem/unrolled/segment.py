@@ -124,6 +124,7 @@ def segment_of(
             work_bytes=max(reversal - tape_bytes - gradient_bytes, 0),
             input_bytes=sum(nbytes(var.aval) for var in values if var in carry),
             output_bytes=sum(nbytes(var.aval) for var in values if var in outs),
+            result_seconds=_result_seconds(graph, keep),
         )
 
     whole = layer.keeping(as_it_stands.kept, as_it_stands.offloaded)
@@ -139,3 +140,17 @@ def segment_of(
     )
     places = tuple(keep.kept for keep in (as_it_stands, *options))
     return Segment(layer, graph, (None, *options), places, stage, compiler)
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _result_seconds(graph: Graph, keep: Keep) -> float:
+    """Of one evaluation, what makes none of the values that are kept."""
+    needed, seconds = {*keep.kept, *keep.offloaded}, 0.0
+    for operation in reversed(graph.operations):
+        if needed.intersection(operation.outputs):
+            needed.update(operation.inputs)
+        else:
+            seconds += operation.seconds
+    return seconds
