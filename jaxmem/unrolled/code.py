@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.estimate.counting import kind_of
+from jaxmem.estimate.counting.flops import matmul_flops
 from jaxmem.layers.pooling import reversed_by_places
 from jaxmem.parallel.messages import Spec
 from jaxmem.parallel.partition import Partition
@@ -79,7 +80,10 @@ class Code:
     def runs(self) -> tuple[Run, ...]:
         count = range(len(self) + 1)
         sizes = [sum(self.bytes(var) for var in self.live[at]) for at in count]
-        found = find_runs(self._kinds, sizes, self._equal_in_run)
+        work = itertools.accumulate(
+            map(matmul_flops, self.eqns), lambda before, own: own or before, initial=0
+        )
+        found = find_runs(self._kinds, sizes, self._equal_in_run, work=list(work))
         return tuple(filter(self._is_of_layers, found))
 
     @functools.cached_property

@@ -51,6 +51,7 @@ def find_runs(
     live_bytes: Sequence[int],
     equal: Callable[[int, int, int], Hashable],
     least: int = 2,
+    work: Sequence[float] | None = None,
 ) -> list[Run]:
     """The runs of equal layers in a sequence of operations, in their order.
 
@@ -60,6 +61,9 @@ def find_runs(
       equal: (first, last, start of the run) -> what is equal for operations first..last-1 where
         their dataflow is.
       least: fewer layers than this are none.
+      work: at the places between operations, what the last product before them takes.  Where a
+        layer is recomputed nothing reads its result, so that its last product is spared: of places
+        with as little live layers end where that is the most.
 
     >>> find_runs("xabcabcabcy", [9, 9, 1, 9, 9, 1, 9, 9, 1, 9, 9, 9], lambda a, b, _: b - a)
     [Run(first=2, size=3, count=2)]
@@ -75,7 +79,7 @@ def find_runs(
             continue
         first, length, period = stretch
         first += low
-        run = _layers(first, length, period, live_bytes, equal, least)
+        run = _layers(first, length, period, live_bytes, work, equal, least)
         if run is not None:
             found.append(run)
             first, length = run.first, run.after - run.first
@@ -110,15 +114,17 @@ def _layers(
     length: int,
     period: int,
     live_bytes: Sequence[int],
+    work: Sequence[float] | None,
     equal: Callable[[int, int, int], Hashable],
     least: int,
 ) -> Run | None:
     """The most equal layers in a stretch, cut where the least is live; None if they are too few."""
 
-    def widest(phase: int) -> tuple[int, int, int]:
+    def widest(phase: int) -> tuple[int, float, int, int]:
         places = range(first + phase, first + length + 1, period)
         inner = [live_bytes[at] for at in places[1:-1]]
-        return max(inner, default=live_bytes[places[0]]), -len(places), phase
+        spared = work[places[1]] if work else 0.0
+        return max(inner, default=live_bytes[places[0]]), -spared, -len(places), phase
 
     # What layers have in common may be computed in the first of them.
     for phase in sorted(range(min(period, length - least * period + 1)), key=widest)[:_PHASES]:
