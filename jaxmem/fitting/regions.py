@@ -212,7 +212,7 @@ class UnrolledRegion(Region):
     ) -> tuple[Candidate, ...]:
         return tuple(
             UnrolledCandidate(plan.bytes, plan.seconds, kept_bytes=plan.kept_bytes, plan=plan)
-            for plan in self.chain.plans(several, self.uses.stacked)
+            for plan in self.chain.plans(several, self.uses.stacked, turn_bytes)
         )
 
     def counted_bytes(self, several: bool) -> int:

@@ -23,10 +23,12 @@ from jaxmem.solve.chain import (
     solve_chain,
 )
 from jaxmem.solve.pareto import cost, cost_of_part, pareto_optimal
+from jaxmem.solve.stages import extra_seconds
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.code import Code
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
 from jaxmem.unrolled.segment import Segment, segment_of
+from jaxmem.unrolled.whole import whole_layers
 
 # How many ways to keep what all of the code needs as one segment are looked at.
 _LOOKS = 200
@@ -113,7 +115,9 @@ class Chain:
         """What is kept."""
         return self.segments[kept.stage, kept.after]
 
-    def plans(self, several: bool = False, stacked: bool = False) -> list[HeldPlan]:
+    def plans(
+        self, several: bool = False, stacked: bool = False, turn_bytes: int = 0
+    ) -> list[HeldPlan]:
         """Plans that no other one known beats in bytes and seconds, fastest first.
 
         Args:
@@ -121,12 +125,23 @@ class Chain:
             of one can be recomputed, too, from what the one before it gives; and of two plans
             the one that holds less is not beaten.
           stacked: whether these are the layers of a scan.
+          turn_bytes: live next to what is kept, where the backward pass begins: of two plans the
+            one that keeps less is not beaten.
         """
         ways = list(self.found)
         if several:
             ways += [self._again(plan) for plan in self.found]
-        plans = (self._held(plan, several, stacked) for plan in ways)
-        return pareto_optimal(plans, cost_of_part if several else cost)
+        plans = [self._held(plan, several, stacked) for plan in ways]
+
+        def held(steps: Steps) -> HeldPlan:
+            seconds = extra_seconds(steps, self._single, self._merged)
+            return self._held(ChainPlan(self._needed(steps), seconds, steps), several, stacked)
+
+        def needed(plan: HeldPlan) -> int:
+            return max(plan.bytes, plan.kept_bytes + turn_bytes)
+
+        plans += whole_layers(self.cuts, self.code.runs, self._merged, held, needed)
+        return pareto_optimal(plans, cost_of_part if several or turn_bytes else cost)
 
     def plan(self, steps: Sequence[Kept | Recomputed]) -> UnrolledPlan:
         """A plan of the chain as one of the code."""
@@ -167,8 +182,8 @@ class Chain:
     def _again(self, plan: ChainPlan) -> ChainPlan:
         """All of it recomputed, from what it is given, and then under this plan."""
         steps = (Recomputed(0, len(self), plan.steps),)
-        forward = sum(stage.seconds for stage in self._single)
-        return ChainPlan(self._needed(steps), plan.seconds + forward, steps)
+        seconds = extra_seconds(steps, self._single, self._merged)
+        return ChainPlan(self._needed(steps), seconds, steps)
 
     def _held(self, plan: ChainPlan, several: bool, stacked: bool) -> HeldPlan:
         """A plan with what it holds.
