@@ -140,7 +140,8 @@ class Chain:
         def needed(plan: HeldPlan) -> int:
             return max(plan.bytes, plan.kept_bytes + turn_bytes)
 
-        plans += whole_layers(self.cuts, self.code.runs, self._merged, held, needed)
+        chain = self.cuts, self.code.runs, self._single, self._merged
+        plans += whole_layers(*chain, held, needed)
         return pareto_optimal(plans, cost_of_part if several or turn_bytes else cost)
 
     def plan(self, steps: Sequence[Kept | Recomputed]) -> UnrolledPlan:

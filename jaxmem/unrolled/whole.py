@@ -5,7 +5,8 @@ layer.  What such a layer needs while it is reversed is its own tape, predicted 
 one that keeps single values.  The dynamic program knows these plans, and passes them by where
 others are predicted to need less of what it sees, which the loss is no part of.  Here one layer
 after the other is kept, the one that spares the most seconds for the bytes that are live at the
-peak, whatever that is.  The last layers are reversed first: what they keep is gone by then.
+peak, whatever that is.  The last layers are reversed first: what they keep is gone by then.  Of
+what stands outside of layers single values are kept as well, to fill what is left of a budget.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from jaxmem.solve.stages import ChainPlan, Kept, Merged, Recomputed, Steps
+from jaxmem.solve.stages import ChainPlan, Kept, Merged, Recomputed, Stage, Steps, extra_seconds
 from jaxmem.unrolled.runs import Run
 
 P = TypeVar("P", bound=ChainPlan)
@@ -28,11 +29,11 @@ class _Unit:
 
     Attributes:
       run: the number of the run that it is a layer of; None for code outside of these.
+      ways: from recomputed whole to all kept, more bytes and fewer seconds from one to the next.
     """
 
-    whole: Recomputed
-    kept: tuple[Kept, ...]
     run: int | None
+    ways: tuple[Steps, ...]
 
 
 # ---------------------------------------------------------------- API
@@ -41,43 +42,48 @@ class _Unit:
 def whole_layers(
     cuts: Sequence[int],
     runs: Sequence[Run],
+    stages: Sequence[Stage],
     merged: Merged,
     held: Callable[[Steps], P],
     needed: Callable[[P], int],
 ) -> Iterator[P]:
     """Plans in which layers, and stages outside of layers, are recomputed whole or kept.
 
-    From all of them recomputed on, one more is kept at a time; all that are looked at on the way
+    From all of them recomputed on, more of one is kept at a time; all that are looked at on the way
     are among these.
 
     Args:
       cuts: the operations at which stages begin, and the end.
       runs: of operations.
-      merged: see `jaxmem.solve.chain.solve_chain`.
+      stages, merged: see `jaxmem.solve.chain.solve_chain`.
       held: the plan of these steps.
       needed: what it has live at its peak, with the loss.
     """
     if not runs:
         return
-    units = _units(cuts, runs, merged)
+    units = _units(cuts, runs, stages, merged)
 
-    def plan(kept: frozenset[int]) -> P:
-        each = (unit.kept if k in kept else (unit.whole,) for k, unit in enumerate(units))
+    def plan(levels: Sequence[int]) -> P:
+        each = (unit.ways[level] for unit, level in zip(units, levels, strict=True))
         return held(tuple(itertools.chain.from_iterable(each)))
 
-    kept: frozenset[int] = frozenset()
-    yield (best := plan(kept))
-    while len(kept) < len(units) - 1:
-        several = {k: plan(kept | {k}) for k in _next(units, kept)}
+    levels = [0] * len(units)
+    yield (best := plan(levels))
+    while growing := _growing(units, levels):
+        several = {k: plan([*levels[:k], levels[k] + 1, *levels[k + 1 :]]) for k in growing}
         yield from several.values()
         k = _most_spared(best, several, needed)
-        kept, best = kept | {k}, several[k]
+        levels[k], best = levels[k] + 1, several[k]
 
 
 # ---------------------------------------------------------------- implementation
 
+_Way = tuple[int, float, Steps]  # bytes that are kept, seconds
 
-def _units(cuts: Sequence[int], runs: Sequence[Run], merged: Merged) -> list[_Unit]:
+
+def _units(
+    cuts: Sequence[int], runs: Sequence[Run], stages: Sequence[Stage], merged: Merged
+) -> list[_Unit]:
     """All stages, those of one layer together."""
     layers = {place: number for number, run in enumerate(runs) for place in run.places[:-1]}
     inside = {place for run in runs for place in range(run.first + 1, run.after)}
@@ -85,20 +91,44 @@ def _units(cuts: Sequence[int], runs: Sequence[Run], merged: Merged) -> list[_Un
     numbers = {at: number for number, at in enumerate(cuts)}
     found = []
     for begin, end in itertools.pairwise([*begins, cuts[-1]]):
-        first, after = numbers[begin], numbers[end]
+        first, after, run = numbers[begin], numbers[end], layers.get(begin)
         kept = tuple(Kept(number, 0) for number in range(first, after))
         inner = (Kept(first, 0, after - first),) if (first, after) in merged else kept
-        found.append(_Unit(Recomputed(first, after, inner), kept, layers.get(begin)))
+        whole = (Recomputed(first, after, inner),)
+        if run is None:
+            found.append(_Unit(None, _hull(whole, stages)))
+        else:
+            found.append(_Unit(run, (whole, kept)))
     return found
 
 
-def _next(units: Sequence[_Unit], kept: frozenset[int]) -> list[int]:
-    """What could be kept as well: of each run the last layer that is not."""
-    last: dict[int, int] = {}
-    for k, unit in enumerate(units):
-        if k not in kept:
-            last[-1 - k if unit.run is None else unit.run] = k
-    return list(last.values())
+def _hull(whole: tuple[Recomputed], stages: Sequence[Stage]) -> tuple[Steps, ...]:
+    """Ways to keep more and more of a stage, each step as good a bargain as can be had."""
+    first = whole[0].first
+    hull: list[_Way] = [(0, extra_seconds(whole, stages), whole)]
+    options = enumerate(stages[first].options)
+    ways = [(one.tape_bytes, one.seconds, (Kept(first, number),)) for number, one in options]
+    for way in sorted(ways, key=lambda way: way[:2]):
+        if way[1] >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _rate(hull[-2], way) >= _rate(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(way)
+    return tuple(steps for _, _, steps in hull)
+
+
+def _rate(one: _Way, other: _Way) -> float:
+    """Seconds that the other spares, for each byte more."""
+    return (one[1] - other[1]) / max(other[0] - one[0], 1)
+
+
+def _growing(units: Sequence[_Unit], levels: Sequence[int]) -> list[int]:
+    """Of which more could be kept: of each run the last layer that is recomputed."""
+    found: dict[int, int] = {}
+    for k, (unit, level) in enumerate(zip(units, levels, strict=True)):
+        if level + 1 < len(unit.ways):
+            found[-1 - k if unit.run is None else unit.run] = k
+    return list(found.values())
 
 
 def _most_spared(before: P, several: Mapping[int, P], needed: Callable[[P], int]) -> int:

@@ -30,7 +30,8 @@ def specs() -> tuple[Any, Any, Any]:
         "encoder": [{"self": attention, **feed} for _ in range(LAYERS)],
         "decoder": [{"self": attention, "cross": attention, **feed} for _ in range(LAYERS)],
     }
-    return params, *(jax.ShapeDtypeStruct((B, length), jnp.int32) for length in (T, U))
+    source, target = (jax.ShapeDtypeStruct((B, length), jnp.int32) for length in (T, U))
+    return params, source, target
 
 
 def step(around: Decorator, around_layers: Decorator = lambda f: f) -> Callable[..., Any]:
