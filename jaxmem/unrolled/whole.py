@@ -71,7 +71,7 @@ def whole_layers(
     yield (best := plan(levels))
     while growing := _growing(units, levels):
         several = {k: plan([*levels[:k], levels[k] + 1, *levels[k + 1 :]]) for k in growing}
-        yield from several.values()
+        yield from filter(_recomputes, several.values())
         k = _most_spared(best, several, needed)
         levels[k], best = levels[k] + 1, several[k]
 
@@ -129,6 +129,11 @@ def _growing(units: Sequence[_Unit], levels: Sequence[int]) -> list[int]:
         if level + 1 < len(unit.ways):
             found[-1 - k if unit.run is None else unit.run] = k
     return list(found.values())
+
+
+def _recomputes(plan: ChainPlan) -> bool:
+    """Whether anything is recomputed whole; plans without are others' to find."""
+    return any(isinstance(step, Recomputed) for step in plan.steps)
 
 
 def _most_spared(before: P, several: Mapping[int, P], needed: Callable[[P], int]) -> int:
