@@ -133,16 +133,18 @@ class Chain:
             ways += [self._again(plan) for plan in self.found]
         plans = [self._held(plan, several, stacked) for plan in ways]
 
-        def held(steps: Steps) -> HeldPlan:
-            seconds = extra_seconds(steps, self._single, self._merged)
-            return self._held(ChainPlan(self._needed(steps), seconds, steps), several, stacked)
-
         def needed(plan: HeldPlan) -> int:
             return max(plan.bytes, plan.kept_bytes + turn_bytes)
 
         chain = self.cuts, self.code.runs, self._single, self._merged
+        held = functools.partial(self.held, several=several, stacked=stacked)
         plans += whole_layers(*chain, held, needed)
         return pareto_optimal(plans, cost_of_part if several or turn_bytes else cost)
+
+    def held(self, steps: Steps, several: bool = False, stacked: bool = False) -> HeldPlan:
+        """The plan of these steps, with what it needs and holds; see `plans`."""
+        seconds = extra_seconds(steps, self._single, self._merged)
+        return self._held(ChainPlan(self._needed(steps), seconds, steps), several, stacked)
 
     def plan(self, steps: Sequence[Kept | Recomputed]) -> UnrolledPlan:
         """A plan of the chain as one of the code."""

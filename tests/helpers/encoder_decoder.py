@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-B, T, U, D, H, V, LAYERS = 4, 512, 256, 128, 2, 4096, 3
+B, T, U, D, H, V, LAYERS = 4, 1024, 128, 128, 2, 512, 3
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

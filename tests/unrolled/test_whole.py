@@ -1,15 +1,16 @@
 """Plans that recompute layers whole: which there are, what they need, and what they compare to."""
 
+import dataclasses
 import functools
 
 import jax
 import pytest
 from helpers import encoder_decoder
 from helpers.budgeted import problem, question
-from helpers.encoder_decoder import LAYERS
 
 import jaxmem
 from jaxmem.fitting.compile_request import CompileRequest
+from jaxmem.fitting.regions import UnrolledRegion
 from jaxmem.fitting.step_problem import StepProblem
 from jaxmem.solve.stages import ChainPlan, Kept, Option, Recomputed, Stage, Steps, extra_seconds
 from jaxmem.unrolled.runs import Run, find_runs
@@ -93,22 +94,21 @@ def planned() -> tuple[StepProblem, CompileRequest]:
     return problem(step, *specs, **options), question(step, *specs, **options)
 
 
-def recomputed_whole(steps: Steps) -> int:
-    """How many segments are recomputed to keep all of each when its turn comes."""
-    return sum(
-        isinstance(step, Recomputed)
-        and all(isinstance(one, Kept) and one.option == 0 for one in step.inner)
-        for step in steps
-    )
-
-
-def test_what_whole_layers_need_is_predicted() -> None:
+def test_what_layers_recomputed_whole_need_is_predicted() -> None:
+    """With every layer recomputed, also where other plans are predicted to need less."""
     found, ask = planned()
-    steps = [found.planned(k)[0].candidate.plan.steps for k in range(len(found.front))]  # pyright: ignore[reportAttributeAccessIssue]
-    several = [k for k, one in enumerate(steps) if recomputed_whole(one) >= LAYERS]
-    assert several
-    report = found.report(ask, several[-1])
-    missed = abs(found.predicted[several[-1]] - report.required_bytes)
+    [region] = found.regions
+    assert isinstance(region, UnrolledRegion)
+    chain = region.chain
+    stages = [chain.segments[k, k + 1].stage for k in range(len(chain))]
+    plans = whole_layers(
+        chain.cuts, chain.code.runs, stages, {}, chain.held, lambda plan: plan.bytes
+    )
+    plan, everything = next(plans), found.plan(0)
+    [own] = everything.regions
+    own = dataclasses.replace(own, plan=chain.plan(plan.steps))
+    report = ask.begin(dataclasses.replace(everything, regions=(own,))).result()
+    missed = abs(found.others + plan.bytes - report.required_bytes)
     assert missed < 0.06 * report.temp_bytes
 
 
