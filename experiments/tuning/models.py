@@ -54,7 +54,8 @@ class Model:
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Of a layer."""
         wide, hidden = self.width, self.hidden
-        shapes = dict.fromkeys(("query", "key", "value", "out"), (wide, wide))
+        square = wide, wide
+        shapes = {"query": square, "key": square, "value": square, "out": square}
         if self.causal:
             shapes["gate"] = wide, hidden
         return {**shapes, "up": (wide, hidden), "down": (hidden, wide)}

@@ -19,8 +19,8 @@ from jaxmem.estimate.liveness import (
     peak_live_bytes,
     read_by_kernels,
     read_rounded,
-    rows_reduced,
     rounded_where_made,
+    rows_reduced,
 )
 from jaxmem.estimate.stacks import copied_in_front, gathered_across, read_transposed
 from jaxmem.estimate.values import unnamed_places
@@ -317,4 +317,5 @@ def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Com
 def _width(eqn: Any) -> int:
     """Bytes of an element of what an operation makes."""
     types = (getattr(var.aval, "dtype", None) for var in eqn.outvars)
-    return max((getattr(dtype, "itemsize", 1) for dtype in types), default=1)
+    # Of what has no derivative (float0) they are none.
+    return max((getattr(dtype, "itemsize", 1) for dtype in types), default=1) or 1

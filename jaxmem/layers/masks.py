@@ -142,7 +142,8 @@ def _(what: _Dropout, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tu
 
 def _filled(tangent: Any) -> Any:
     if isinstance(tangent, SymbolicZero):
-        return jnp.zeros(tangent.aval.shape, tangent.aval.dtype)
+        aval: Any = tangent.aval
+        return jnp.zeros(aval.shape, aval.dtype)
     return tangent
 
 

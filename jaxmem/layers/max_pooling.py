@@ -204,8 +204,9 @@ def _(windows: Windows, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any,
     (x,), (tangent,) = primals, tangents
     out = _plain(windows, x)
     places = jnp.zeros(windows.outs, jnp.uint8)
-    # The first one stays, of equals; where there is no number nothing is less, and it is the first.
+    # The first one stays, of equals; what is not a number is above all others.
     for number, element in reversed(list(enumerate(windows.elements(x, -jnp.inf)))):
-        places = lax.select(element < out, places, jnp.full_like(places, number))
+        is_less = (element < out) | ((out != out) & (element == element))
+        places = lax.select(is_less, places, jnp.full_like(places, number))
     codes = checkpoint_name(packed(places, windows.bits), "pool_places")
     return out, linear(_AtPlaces(windows), tangent, codes)

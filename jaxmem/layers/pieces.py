@@ -38,8 +38,9 @@ class Makers:
     def literal(self, atom: Any) -> Any:
         """The literal that a value is, if it is one: as it stands, or spread over devices."""
         eqn = self.of(atom)
-        is_spread = eqn is not None and eqn.primitive.name in SPREADING
-        return eqn.invars[0] if is_spread and _jax.is_literal(eqn.invars[0]) else atom
+        if eqn is not None and eqn.primitive.name in SPREADING and _jax.is_literal(eqn.invars[0]):
+            return eqn.invars[0]
+        return atom
 
     def piece(self, ins: Sequence[Any], outs: Sequence[Any]) -> Piece | None:
         """What makes `outs` of `ins`; None if that needs anything else."""

@@ -119,6 +119,9 @@ def _dtype(field: str, value: Any) -> np.dtype:
         )
     name = _SHORT.get(value, value) if isinstance(value, str) else value
     try:
+        # To numpy None is float64.
+        if name is None or name == "none":
+            raise TypeError
         dtype = np.dtype(jnp.dtype(name))
     except TypeError:
         close = difflib.get_close_matches(str(value), _KNOWN, n=1)

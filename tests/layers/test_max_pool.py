@@ -128,6 +128,11 @@ def test_needs_less_on_a_gpu_than_the_plain_form() -> None:
 def test_not_a_number_is_the_greatest_as_in_flax_and_no_windows_are_none() -> None:
     x = drawn((1, 4, 4, 1)).at[0, 1, 1, 0].set(jnp.nan)
     chex.assert_trees_all_equal(max_pool(x, (2, 2), (2, 2)), nn.max_pool(x, (2, 2), (2, 2)))
+    found, expected = (
+        jax.grad(lambda x, pool=pool: (2 * pool(x, (2, 2), (2, 2))).sum())(x)
+        for pool in (max_pool, nn.max_pool)
+    )
+    chex.assert_trees_all_equal(found, expected)
     assert max_pool(jnp.zeros((1, 1, 4, 2)), (2, 2)).shape == (1, 0, 3, 2)
     assert jax.grad(lambda x: max_pool(x, (2, 2)).sum())(jnp.zeros((1, 1, 4, 2))).shape == (
         1, 1, 4, 2,

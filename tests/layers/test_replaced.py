@@ -54,7 +54,8 @@ def test_inside_of_a_shard_map_and_around_one() -> None:
     params = jax.tree.map(lambda leaf: leaf + 0.5, norm.init(key, x))
 
     def model(params: Any, x: Any) -> Any:
-        h = jax.nn.gelu(jax.nn.relu(norm.apply(params, x)))
+        normal: Any = norm.apply(params, x)
+        h = jax.nn.gelu(jax.nn.relu(normal))
         return dropout.apply({}, h, rngs={"dropout": key})
 
     def spread(model: Any, check: bool) -> Any:
@@ -90,6 +91,28 @@ def test_a_policy_on_top_of_dropout_in_a_python_loop() -> None:
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_policy_on_top_of_a_function_with_a_derivative_of_its_own_and_integers() -> None:
+    """Whose tangents have elements of no bytes."""
+
+    @jax.custom_jvp
+    def shifted(x: Any, n: Any) -> Any:
+        return jnp.sin(x) * n
+
+    @shifted.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x, n), (tangent, _) = primals, tangents
+        return shifted(x, n), jnp.cos(x) * n * tangent
+
+    def model(w: Any, x: Any, n: Any) -> Any:
+        for k in range(3):
+            x = shifted(x @ w[k], n)
+        return (x**2).sum()
+
+    args = numbers((3, 16, 16)), numbers((4, 16)), jnp.arange(16)
+    found, expected = (jax.grad(f)(*args) for f in (jaxmem.remat_sqrt(model), model))
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
 def test_the_norm_of_integers_keeps_no_integers() -> None:
     """The gradient of the scale is exact for images of uint8, too."""
     norm = nn.LayerNorm()
@@ -97,7 +120,8 @@ def test_the_norm_of_integers_keeps_no_integers() -> None:
     params = jax.tree.map(lambda leaf: leaf + 0.5, norm.init(jax.random.key(1), images))
 
     def loss(params: Any, images: Any) -> Any:
-        return (norm.apply(params, images) ** 3).sum()
+        normal: Any = norm.apply(params, images)
+        return (normal**3).sum()
 
     mine = jaxmem.low_memory(loss)
     assert len(jaxmem.replacements(mine, params, images)) == 1

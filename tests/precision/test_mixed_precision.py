@@ -414,11 +414,18 @@ def test_policies_in_the_words_of_jmp():
         ("weights=float32", ValueError, "'weights' is no part of a policy"),
         ("compute=bfloat16,c=float16", ValueError, "gives c twice"),
         (3, TypeError, "compute_dtype must be a floating-point dtype"),
+        ("compute=none", TypeError, "compute_dtype must be a floating-point dtype"),
     ],
 )
 def test_bad_policies(policy: Any, kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
         mixed_precision(scanned, policy)
+
+
+def test_none_is_no_dtype():
+    """To numpy it is float64."""
+    with pytest.raises(TypeError, match="param_dtype must be a floating-point dtype.*got None"):
+        jaxmem.Precision(param_dtype=None)  # pyright: ignore[reportArgumentType]
 
 
 def test_bad_targets():
