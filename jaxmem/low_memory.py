@@ -106,9 +106,9 @@ def low_memory(
       TypeError: `target` is none of the above.
 
     What is decorated is traced, so that ``if float(x) > 0`` works undecorated only.  Policies go
-    on top (``@jaxmem.remat_sqrt`` above ``@jaxmem.low_memory``) or below, and what is kept has the
-    names that they may speak of: "regelu2", "resilu2", "relu_mask", "dropout_key", "norm",
-    "norm_rstd".
+    on top (``@jaxmem.remat_sqrt`` above ``@jaxmem.low_memory``), or below around a scan, and what
+    is kept has the names that they may speak of: "regelu2", "resilu2", "relu_mask", "dropout_key",
+    "norm", "norm_rstd".  Max-poolings are left as they are: `jaxmem.layers.max_pool`.
 
     Source: Yang et al. 2024 (arXiv 2406.16282).
 

@@ -147,7 +147,8 @@ def _warn_of_no_effect(fn: Any, closed: ClosedJaxpr, notes: Sequence[Replacement
     elif not notes:
         warn(
             f"low_memory found nothing to replace in {name}: no GELU, SiLU, ReLU, dropout or norm. "
-            "Functions with a derivative of their own (jax.custom_vjp) are not looked into",
+            "Functions with a derivative of their own (jax.custom_vjp) are not looked into, nor "
+            "are layers in a Python loop under a policy of jaxmem: put the policy on top",
             NoEffectWarning,
         )
 
