@@ -155,11 +155,7 @@ def plans_of(job: jaxmem.Job, **options: Any) -> tuple[StepProblem, CompileReque
 @pytest.mark.parametrize(
     "place",
     [
-        # A plan in two parts, predicted 5 % too large.
-        pytest.param(
-            0.6,
-            marks=[pytest.mark.xfail(reason="see the comment", strict=True), pytest.mark.slow],
-        ),
+        pytest.param(0.6, marks=pytest.mark.slow),
         pytest.param(0.85, marks=pytest.mark.slow),
         1.0,
     ],
