@@ -159,8 +159,7 @@ def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> int:
     plain = without_checkpoint(layer, graph, expensive, compiler)
     backward = backward_of(layer.keeping(plain.kept))
     reduced = rows_reduced(layer.linearised, backward.tape, compiler)
-    how: dict[str, Any] = {"held": backward.tape, "compiler": compiler, "reduced": reduced}
-    return peak_live_bytes(backward.closed, **how)
+    return peak_live_bytes(backward.closed, held=backward.tape, compiler=compiler, reduced=reduced)
 
 
 def without_checkpoint(
