@@ -17,6 +17,7 @@ It writes `results/gpu_side_by_side.csv` and `.png`, and resumes after an interr
 GPU it says what it needs, and writes nothing.
 """
 
+import concurrent.futures
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -66,6 +67,8 @@ class Options:
     """Steps that are."""
     timeout: float = 900.0
     """Seconds for one process."""
+    workers: int = 1
+    """Programs that are planned and compiled at once; they are measured one at a time."""
     device: Literal["gpu", "cpu"] = "gpu"
     """"cpu" only shows that it runs."""
     results: Path = RESULTS
@@ -99,11 +102,22 @@ def main(options: Options) -> list[Row]:
     known = rows.table(options.results / "gpu_side_by_side.csv")
     if options.again:
         known.drop([row for row in read(known.path, Row) if row.hardware == hardware])
-    found = []
+    first = measured(
+        [(name, method) for name in options.nets for method in asked(options)],
+        options, hardware, known,
+    )  # fmt: skip
+    fitted = measured(
+        [
+            (name, method)
+            for name in options.nets
+            for method in fits(options, [row for row in first if row.net == name])
+        ],
+        options, hardware, known,
+    )  # fmt: skip
+    found = [row for name in options.nets for row in (*first, *fitted) if row.net == name]
     for name in options.nets:
-        own = measured(name, options, hardware, known)
+        own = [row for row in found if row.net == name]
         print(f"{rows.summary(own)}\n\n{rows.message(own)}\n", flush=True)
-        found += own
     file = options.results / "gpu_side_by_side.png"
     drawn = scatter.draw(found, file)
     print(f"written: {known.path}" + (f", {file}" if drawn else ""))
@@ -112,19 +126,28 @@ def main(options: Options) -> list[Row]:
     return found
 
 
-def measured(name: shapes.Name, options: Options, hardware: str, known: Table[Row]) -> list[Row]:
-    """The rows of one net; each is on disk before the next is begun."""
-
-    def done(methods: Sequence[Method]) -> list[Row]:
-        found = []
-        with tqdm([m for m in methods if options.only in m.name], name, disable=None) as bar:
-            for method in bar:
-                bar.set_postfix_str(f"{method.family} {method.name}")
-                found.append(row_of(name, method, options, hardware, known))
-        return found
-
-    first = done(asked(options))
-    return first + done(fits(options, first))
+def measured(
+    wanted: Sequence[tuple[shapes.Name, Method]],
+    options: Options,
+    hardware: str,
+    known: Table[Row],
+) -> list[Row]:
+    """The rows of nets and methods; each is on disk before the next is begun."""
+    wanted = [(name, method) for name, method in wanted if options.only in method.name]
+    entries = [Entry(name, method, options, hardware, known) for name, method in wanted]
+    found = []
+    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        if options.workers > 1:
+            # All, before the first is timed.
+            futures = [pool.submit(entry.prepare) for entry in entries]
+            done = concurrent.futures.as_completed(futures)
+            for future in tqdm(done, "prepared", len(futures), disable=None):
+                future.result()
+        with tqdm(entries, "measured", disable=None) as bar:
+            for entry in bar:
+                bar.set_postfix_str(f"{entry.name}, {entry.method.family} {entry.method.name}")
+                found.append(entry.row())
+    return found
 
 
 def asked(options: Options) -> list[Method]:
@@ -155,46 +178,64 @@ def fits(options: Options, done: Sequence[Row]) -> list[Method]:
     return found
 
 
-def row_of(
-    name: shapes.Name, method: Method, options: Options, hardware: str, known: Table[Row]
-) -> Row:
-    """The row of one method; asked for again where it came to no end."""
-    net = options.net(name)
-    size = " ".join(
-        f"{key}={value}" for key, value in dataclasses.asdict(net).items() if key != "dtype"
-    )
-    made_by = versions_of(method)
-    key = {"hardware": hardware, "net": name, "size": size}
-    key |= {"family": method.family, "method": method.name}
-    before = known.find(made_by, **key)
-    if before and before.status in FINAL and before.budget_bytes == method.budget:
-        return before
-    answer = children.measured(
-        net, method, options.device, options.warmup, options.steps, options.timeout
-    )
-    seconds = answer.found.get("seconds", [])
-    first, second = answer.found.get("losses", (None, None))
-    note = answer.note
-    if answer.status == OK and answer.found["compiled"]:
-        note = "compiled in the measured process, so trials of kernels may be in the peak"
-    row = Row(
-        **key,
-        dtype=net.dtype,
-        status=answer.status,
-        budget_bytes=method.budget,
-        compiled_bytes=answer.found.get("compiled_bytes"),
-        peak_bytes=answer.found.get("peak_bytes"),
-        seconds=statistics.median(seconds) if seconds else None,
-        fastest=min(seconds, default=None),
-        slowest=max(seconds, default=None),
-        steps=len(seconds),
-        loss=first,
-        second_loss=second,
-        note=note,
-        versions=made_by,
-    )
-    known.add(row)
-    return row
+class Entry:
+    """The row of one net and method; measured again where it came to no end."""
+
+    def __init__(
+        self,
+        name: shapes.Name,
+        method: Method,
+        options: Options,
+        hardware: str,
+        known: Table[Row],
+    ) -> None:
+        self.name, self.method = name, method
+        self._options, self._known = options, known
+        self._net = net = options.net(name)
+        size = " ".join(
+            f"{key}={value}" for key, value in dataclasses.asdict(net).items() if key != "dtype"
+        )
+        self._versions = versions_of(method)
+        self._key = {"hardware": hardware, "net": name, "size": size}
+        self._key |= {"family": method.family, "method": method.name}
+        before = known.find(self._versions, **self._key)
+        done = before and before.status in FINAL and before.budget_bytes == method.budget
+        self._before = before if done else None
+        self._child = children.Child(net, method, options.device, options.timeout)
+
+    def prepare(self) -> None:
+        """Plan and compile, if it must be measured."""
+        if self._before is None:
+            self._child.prepare()
+
+    def row(self) -> Row:
+        """Measured now, or before."""
+        if self._before is not None:
+            return self._before
+        answer = self._child.measured(self._options.warmup, self._options.steps)
+        seconds = answer.found.get("seconds", [])
+        first, second = answer.found.get("losses", (None, None))
+        note = answer.note
+        if answer.status == OK and answer.found["compiled"]:
+            note = "compiled in the measured process, so trials of kernels may be in the peak"
+        row = Row(
+            **self._key,
+            dtype=self._net.dtype,
+            status=answer.status,
+            budget_bytes=self.method.budget,
+            compiled_bytes=answer.found.get("compiled_bytes"),
+            peak_bytes=answer.found.get("peak_bytes"),
+            seconds=statistics.median(seconds) if seconds else None,
+            fastest=min(seconds, default=None),
+            slowest=max(seconds, default=None),
+            steps=len(seconds),
+            loss=first,
+            second_loss=second,
+            note=note,
+            versions=self._versions,
+        )
+        self._known.add(row)
+        return row
 
 
 def versions_of(method: Method) -> str:

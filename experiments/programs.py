@@ -18,11 +18,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import low_memory
 import optax
+import state_memory
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
+from common import ways
 
 Dtype = Literal["float32", "bfloat16"]
 Spec = jax.ShapeDtypeStruct
@@ -154,6 +157,22 @@ def rnn(
         return _mean_square(decorated(params, inputs)), state
 
     return _train("rnn", loss, params, {}, Spec((batch, steps, width), dtype), donate, accum)
+
+
+def states(
+    optimizer: str = "Adam", way: ways.Way = "ordinary", layers: int = 16, width: int = 2048
+) -> jaxmem.Job:
+    """A step of the feed-forward model of `state_memory.py`, by one of the optimizers it lists.
+
+    Args:
+      way: what is updated in the backward pass ("fused"), and what is in the host's memory.
+    """
+    return state_memory.training(layers, width).job(optimizer, way)
+
+
+def keeping_less(form: low_memory.Form = "both", layers: int = 24) -> jaxmem.Job:
+    """The gradient of the transformer of `low_memory.py`, as it is or with layers replaced."""
+    return jaxmem.Job(*low_memory.gradient(layers, form), name=f"keeping_less, {form}")
 
 
 # ---------------------------------------------------------------- what they are made of

@@ -10,6 +10,7 @@ Existing rows of the same program, device and versions are kept; remove the file
 start over.
 """
 
+import concurrent.futures
 import csv
 import dataclasses
 import datetime
@@ -50,6 +51,8 @@ class Options:
     """How many to run of each."""
     timeout: float = 900.0
     """Seconds for compiling one program, and again for running it."""
+    workers: int = 1
+    """Programs that are measured at once; the GPU must have the memory of all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +120,7 @@ def case(program: str, policy: str = "none", **settings: Any) -> Case:
 
 
 # The reference first, under everything; then steps of all programs, in two
-# dtypes, with and without donation, accumulation, offload.
+# dtypes, with and without donation, accumulation, offload; optimizers and layers that keep less.
 CASES = (
     case("transformer", "none"),
     case("transformer", "dots"),
@@ -147,6 +150,18 @@ CASES = (
     case("rnn", "sqrt", dtype="bfloat16"),
     case("rnn", "revolve:slots=32", donate=False),
     case("rnn", "offload", accum=2),
+    case("states", "own", optimizer="Adam", way="ordinary"),
+    case("states", "own", optimizer="Adam", way="fused"),
+    case("states", "own", optimizer="8-bit Adam, dynamic", way="ordinary"),
+    case("states", "own", optimizer="8-bit Adam, dynamic", way="fused"),
+    case("states", "own", optimizer="SGD", way="fused"),
+    case("states", "own", optimizer="Adam", way="host state"),
+    case("states", "own", optimizer="Adam", way="host state, fused"),
+    case("states", "own", optimizer="Adam", way="all on host, fused"),
+    case("keeping_less", "none", form="plain"),
+    case("keeping_less", "none", form="both"),
+    case("keeping_less", "dots_no_batch", form="plain"),
+    case("keeping_less", "dots_no_batch", form="both"),
 )
 
 # ---------------------------------------------------------------- API
@@ -160,9 +175,13 @@ def main(options: Options) -> int:
         jax.config.update("jax_platforms", "cpu")
     table = {row.case: row for row in read(options.results)}
     wanted = [each for each in CASES if options.only in str(each)]
-    for each in tqdm(wanted, unit="program"):
-        table[each.key] = made(each, table.get(each.key), options, hardware)
-        write(options.results, [table[known.key] for known in CASES if known.key in table])
+    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        rows = [pool.submit(made, each, table.get(each.key), options, hardware) for each in wanted]
+        done = concurrent.futures.as_completed(rows)
+        for future in tqdm(done, total=len(rows), unit="program", disable=None):
+            row = future.result()
+            table[row.case] = row
+            write(options.results, [table[known.key] for known in CASES if known.key in table])
     rows = [table[each.key] for each in wanted]
     print(summary(rows, hardware, options))
     return 1 if any(row.measured_bytes == FAILED for row in rows) else 0

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from side import shapes
-from side.methods import Method
+from side.methods import COMPILED, Method
 
 OK, OUT_OF_MEMORY, NO_PLAN = "ok", "out of memory", "no plan fits"
 TIMED_OUT, FAILED = "timed out", "failed"
@@ -44,36 +45,61 @@ class Answer:
 # ---------------------------------------------------------------- API
 
 
-def measured(
-    net: shapes.Net, method: Method, device: str, warmup: int, steps: int, timeout: float
-) -> Answer:
-    """Train a net one way, in processes that end before this returns.
+class Child:
+    """One way to train one net, in processes that end before a method returns.
 
     Args:
       device: "gpu" or "cpu".
       timeout: seconds for each process.
     """
-    common = {
-        "net": type(net).__name__,
-        "size": dataclasses.asdict(net),
-        "family": method.family,
-        "how": method.how,
-    }
-    with tempfile.TemporaryDirectory(prefix="jaxmem-side-") as name:
-        folder = Path(name)
-        plan = str(folder / "plan.json")
-        times = {"warmup": warmup, "steps": steps}
-        if method.framework == "torch":
-            on = "cuda" if device == "gpu" else "cpu"
-            question = {"what": "torch", **common, "device": on, **times}
-            return ask(question, folder, device, timeout)
-        question = {"what": "prepare", **common, "plan": plan, "budget": method.budget}
-        first = ask(question, folder, device, timeout)
-        if first.status != OK:
-            return first
-        question = {"what": "run", **common, "plan": plan, **times}
-        second = ask(question, folder, device, timeout)
-        return dataclasses.replace(second, found={**first.found, **second.found})
+
+    def __init__(self, net: shapes.Net, method: Method, device: str, timeout: float) -> None:
+        self._method, self._device, self._timeout = method, device, timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="jaxmem-side-")
+        self._common = {
+            "net": type(net).__name__,
+            "size": dataclasses.asdict(net),
+            "family": method.family,
+            "how": method.how,
+        }
+        self._before: Answer | None = None
+
+    def prepare(self) -> None:
+        """Plan and compile, into caches that `measured` finds; several children may at once."""
+        if self._method.framework == "jax":
+            plan = {"plan": self._plan, "budget": self._method.budget}
+            self._before = self._ask(what="prepare", **plan)
+        elif self._method.family == COMPILED:
+            with _IN_TURN:  # a whole step, in as much memory
+                self._torch(0, 1)
+
+    def measured(self, warmup: int, steps: int) -> Answer:
+        """What came of so many steps, with nothing else on the device."""
+        with self._folder:
+            if self._method.framework == "torch":
+                return self._torch(warmup, steps)
+            if self._before is None:
+                self.prepare()
+            before = self._before
+            assert before is not None
+            if before.status != OK:
+                return before
+            after = self._ask(what="run", plan=self._plan, warmup=warmup, steps=steps)
+            return dataclasses.replace(after, found={**before.found, **after.found})
+
+    # ------------------------------------------------------------ implementation
+
+    @property
+    def _plan(self) -> str:
+        return str(Path(self._folder.name) / "plan.json")
+
+    def _torch(self, warmup: int, steps: int) -> Answer:
+        on = "cuda" if self._device == "gpu" else "cpu"
+        return self._ask(what="torch", device=on, warmup=warmup, steps=steps)
+
+    def _ask(self, **rest: Any) -> Answer:
+        question = {**self._common, **rest}
+        return ask(question, Path(self._folder.name), self._device, self._timeout)
 
 
 def ask(question: Mapping[str, Any], folder: Path, device: str, timeout: float) -> Answer:
@@ -84,6 +110,7 @@ def ask(question: Mapping[str, Any], folder: Path, device: str, timeout: float) 
     paths[0].write_text(json.dumps(question))
     paths[1].unlink(missing_ok=True)
     env = environment(folder) | ({"JAX_PLATFORMS": "cpu"} if device == "cpu" else {})
+    env |= {name: str(folder / "kernels") for name in _TORCH_CACHES}
     command = [sys.executable, "-m", "side.children", str(paths[0]), str(paths[1])]
     with paths[2].open("wb") as log:
         # A new session, so that the compilers that it started end with it.
@@ -128,6 +155,8 @@ def judged(error: str) -> str:
 # ---------------------------------------------------------------- implementation
 
 _LONGEST = 300
+_IN_TURN = threading.Lock()
+_TORCH_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def _main(question: str, answer: str) -> None:

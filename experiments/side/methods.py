@@ -35,7 +35,7 @@ class Method:
         return "torch" if self.family in TORCH else "jax"
 
 
-POLICIES = ("none", "dots", "dots_no_batch", "sqrt", "full")
+POLICIES = ("none", "dots", "dots_no_batch", "sqrt", "full", "offload")
 BY_HAND = {
     "dots": "dots_saveable",
     "dots_no_batch": "dots_with_no_batch_dims_saveable",

@@ -13,7 +13,9 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 def is_on_host(leaf: Any) -> bool:
     """Whether an array, or what has such a type, is in host memory."""
-    aval = leaf if hasattr(leaf, "memory_space") else jax.typeof(leaf)
+    # Asked of a traced array, some releases raise what hasattr does not catch.
+    is_type = not isinstance(leaf, jax.Array) and hasattr(leaf, "memory_space")
+    aval = leaf if is_type else jax.typeof(leaf)
     return getattr(aval, "memory_space", DEVICE) == HOST
 
 

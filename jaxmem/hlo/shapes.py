@@ -70,6 +70,27 @@ def shape(text: str) -> Shape:
     return stack[0][0] if stack[0] else Shape("token")
 
 
+def element(text: str, number: int) -> str:
+    """The text of an element of a tuple.
+
+    >>> element("((f32[2]{0}, s32[]), /*index=1*/bf16[8,4]{1,0:T(8,128)(2,1)S(1)}, u32[])", 1)
+    'bf16[8,4]{1,0:T(8,128)(2,1)S(1)}'
+    >>> element("((f32[2]{0}, s32[]), u32[])", 0)
+    '(f32[2]{0}, s32[])'
+    """
+    depth, start = 0, 1
+    for match in _BRACKET_OR_COMMA.finditer(text):
+        if match[0] in "([{":
+            depth += 1
+        elif match[0] in ")]}":
+            depth -= 1
+        if (match[0] == "," and depth == 1) or depth == 0:
+            if number == 0:
+                return text[start : match.start()].rpartition("*/")[2].strip()
+            number, start = number - 1, match.end()
+    raise IndexError(f"no such element in {text}")
+
+
 @functools.cache
 def bits(dtype: str) -> int:
     """Bits of one element in memory.
@@ -86,4 +107,5 @@ def bits(dtype: str) -> int:
 # ---------------------------------------------------------------- implementation
 
 _SHAPE = re.compile(r"[()]|([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_BRACKET_OR_COMMA = re.compile(r"[()\[\]{},]")
 _SPACE = re.compile(r"S\((\d+)\)")

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jaxmem.hlo.shapes import Shape, shape
+from jaxmem.hlo.shapes import Shape, element, shape
 
 # ---------------------------------------------------------------- types
 
@@ -30,9 +30,8 @@ class Instruction:
 
     __slots__ = ("_op_name", "_shape", "attributes", "inside", "name", "opcode", "root")
 
-    def __init__(self, match: re.Match[str]) -> None:
-        root, self.name, self._shape, self.opcode, rest = match.groups()
-        self.root = root is not None
+    def __init__(self, root: str | None, name: str, shape: str, opcode: str, rest: str) -> None:
+        self.root, self.name, self.opcode, self._shape = root is not None, name, opcode, shape
         end = _closing(rest)
         self.inside, self.attributes = rest[:end], rest[end + 1 :]
         self._op_name: str | None = None
@@ -190,10 +189,10 @@ def parse(text: str) -> Module:
     for line in text.splitlines():
         if name is not None:
             if line.startswith("}"):
-                computations[name] = Computation(name, tuple(lines))
+                computations[name] = Computation(name, tuple(_with_elements(lines)))
                 name = None
             elif match := _INSTRUCTION.match(line):
-                lines.append(Instruction(match))
+                lines.append(Instruction(*match.groups()))
         elif line.endswith("{") and (match := _HEADER.match(line)):
             name, lines, table = match[2], [], None
             if match[1]:
@@ -234,13 +233,36 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")
 # A tuple's shape ends at the first parenthesis that an opcode follows.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-#]+)")
 _CALLED = re.compile(
     r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation"
     r"|called_computations|select|scatter|comparator)=(\{[^}]*\}|%[^\s,]+)"
 )
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
+
+
+def _with_elements(lines: list[Instruction]) -> Iterator[Instruction]:
+    """The lines, and behind each a get-tuple-element for what others take of it as "%name#1".
+
+    Texts have both; from jax 0.11 on nearly all are of the short form.
+    """
+    numbers: dict[str, dict[int, None]] = {}
+    for line in lines:
+        for name in _NAME.findall(line.inside) if "#" in line.inside else ():
+            whole, *path = name.split("#")
+            for number in path:
+                numbers.setdefault(whole, {})[int(number)] = None
+                whole = f"{whole}#{number}"
+    # What is put in may be taken from in its turn.
+    left = lines[::-1]
+    while left:
+        line = left.pop()
+        yield line
+        for number in reversed(numbers.get(line.name, {})):
+            rest = f"%{line.name}), index={number}"
+            name, kind = f"{line.name}#{number}", element(line.layout, number)
+            left.append(Instruction(None, name, kind, "get-tuple-element", rest))
 
 
 def _closing(rest: str) -> int:

@@ -154,13 +154,13 @@ def be_child(request: dict[str, Any], dump: str, answer: str, answers: int) -> N
 def awaited(request: dict[str, Any], dump: str, answer: str) -> dict[str, Any]:
     """The child's answer; or that it was stopped, as buffers are assigned."""
     global _child
-    may_stop = not request["generate_code"]
+    may_stop, texts = not request["generate_code"], Texts(dump)
     while True:
         child, status = os.waitpid(_child, os.WNOHANG)
         if child:
             _child = 0
             break
-        if may_stop and is_assigned(dump):
+        if may_stop and texts.are_whole():
             if request["room"] is None or device_bytes(dump) <= request["room"]:
                 return {"refused": "", "stats": {}, "hlo": "", "stopped": True}
             may_stop = False  # it may be refused as too large
@@ -284,17 +284,36 @@ def mesh_of(program: Any, absent: list[Any], axes: list[list[Any]]) -> Any:
 
 # ---------------------------------------------------------------- what the compiler says
 
-_TABLE = "-buffer-assignment.txt"
+_TEXTS = {
+    "hlo": ".txt",
+    "assignment": "-buffer-assignment.txt",
+    "live_range": "-live-range.txt",
+}
+_LOOKS = 3
 _ON_DEVICE = re.compile(r"^allocation \d+: size (\d+), (?!color [1-9])", re.MULTILINE)
 
 
-def is_assigned(folder: str) -> bool:
-    """Whether the compiler has written all about the program's buffers.
+class Texts:
+    """Those about the buffers of a program, while the compiler writes them."""
 
-    The last of these texts is looked for; where a compiler does not write it there is none.
-    """
-    pattern = os.path.join(glob.escape(folder), "*.jit_call.*-memory-usage-report.txt")
-    return bool(glob.glob(pattern))
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._sizes: list[tuple[int, ...]] = []
+
+    def are_whole(self) -> bool:
+        """Whether all have been there and have not grown in the last looks.
+
+        Compilers write the report on memory after the others, or from jax 0.11 on at once with
+        them; where a compiler writes none, there is no saying.
+        """
+        main = _main(self._folder)
+        names = [*_TEXTS.values(), "-memory-usage-report.txt"]
+        try:
+            sizes = tuple(os.path.getsize(f"{main}{name}") for name in names) if main else ()
+        except OSError:
+            sizes = ()
+        self._sizes = [*self._sizes, sizes][-_LOOKS:]
+        return all(sizes) and self._sizes == [sizes] * _LOOKS and bool(sizes)
 
 
 def device_bytes(folder: str) -> int:
@@ -319,19 +338,19 @@ def stats(analysis: Any) -> dict[str, int]:
 def dumped(folder: str) -> dict[str, str]:
     """The texts of the program itself, not of modules compiled before it."""
     # "module_0042.jit_call.….after_optimizations-buffer-assignment.txt"
-    tables = glob.glob(os.path.join(glob.escape(folder), f"*.jit_call.*{_TABLE}"))
-    if not tables:
+    if not (main := _main(folder)):
         return {}
-    main = max(tables, key=os.path.getsize).removesuffix(_TABLE)
     found: dict[str, str] = {}
-    for name, path in (
-        ("hlo", f"{main}.txt"),
-        ("assignment", f"{main}{_TABLE}"),
-        ("live_range", f"{main}-live-range.txt"),
-    ):
-        with open(path, encoding="utf-8", errors="replace") as file:
+    for name, end in _TEXTS.items():
+        with open(f"{main}{end}", encoding="utf-8", errors="replace") as file:
             found[name] = file.read()
     return found
+
+
+def _main(folder: str) -> str:
+    """What the names of the program's texts begin with; empty if there are none yet."""
+    tables = glob.glob(os.path.join(glob.escape(folder), f"*.jit_call.*{_TEXTS['assignment']}"))
+    return max(tables, key=os.path.getsize).removesuffix(_TEXTS["assignment"]) if tables else ""
 
 
 if __name__ == "__main__":
