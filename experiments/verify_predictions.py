@@ -14,6 +14,7 @@ import concurrent.futures
 import csv
 import dataclasses
 import datetime
+import os
 import statistics
 import subprocess
 import sys
@@ -173,6 +174,8 @@ def main(options: Options) -> int:
     if hardware is None:
         # The plugins would only complain that there is nothing of theirs.
         jax.config.update("jax_platforms", "cpu")
+    if options.workers > 1:  # the default allocator takes all memory for one process
+        os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "cuda_async"
     table = {row.case: row for row in read(options.results)}
     wanted = [each for each in CASES if options.only in str(each)]
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:

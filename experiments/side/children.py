@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,7 @@ class Child:
             plan = {"plan": self._plan, "budget": self._method.budget}
             self._before = self._ask(what="prepare", **plan)
         elif self._method.family == COMPILED:
-            with _IN_TURN:  # a whole step, in as much memory
-                self._torch(0, 1)
+            self._torch(0, 1)  # a whole step, in as much memory
 
     def measured(self, warmup: int, steps: int) -> Answer:
         """What came of so many steps, with nothing else on the device."""
@@ -109,7 +107,9 @@ def ask(question: Mapping[str, Any], folder: Path, device: str, timeout: float) 
     paths = [folder / name for name in ("question.json", "answer.json", "log.txt")]
     paths[0].write_text(json.dumps(question))
     paths[1].unlink(missing_ok=True)
-    env = environment(folder) | ({"JAX_PLATFORMS": "cpu"} if device == "cpu" else {})
+    env = environment(folder, alone=question["what"] == "run") | (
+        {"JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
+    )
     env |= {name: str(folder / "kernels") for name in _TORCH_CACHES}
     command = [sys.executable, "-m", "side.children", str(paths[0]), str(paths[1])]
     with paths[2].open("wb") as log:
@@ -155,7 +155,6 @@ def judged(error: str) -> str:
 # ---------------------------------------------------------------- implementation
 
 _LONGEST = 300
-_IN_TURN = threading.Lock()
 _TORCH_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 

@@ -1,7 +1,8 @@
 """`verify`: compare the prediction of a report with the allocator's peak on an attached device.
 
-The job runs in a fresh process, since an allocator's peak cannot be reset, with
-preallocation off, since otherwise all memory is in use from the start.
+The job runs in a fresh process, since an allocator's peak cannot be reset, and with the memory
+preallocated, as jax does it by default: an allocator that grows as it goes does not cut a piece to
+size that is less than 128 MiB larger than asked for, and counts all of it.
 """
 
 import dataclasses
@@ -118,12 +119,17 @@ def verify(
             raise RuntimeError(needs(found["platform"], found["kind"]))
         report = MemoryReport.from_json(found["report"])
         request = {"what": "run", **asked, "steps": steps, "unread": found["unread"]}
-        measured = ask(request, Path(folder), timeout)
+        measured = ask(request, Path(folder), timeout, alone=True)
     return compared(report, measured)
 
 
-def ask(request: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
+def ask(
+    request: Mapping[str, Any], folder: Path, timeout: float, alone: bool = False
+) -> dict[str, Any]:
     """The answer of a fresh process of `jaxmem.jobs.measure`.
+
+    Args:
+      alone: as for `environment`.
 
     Raises:
       RuntimeError: it failed, was killed, or took too long.
@@ -142,7 +148,7 @@ def ask(request: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, A
     with open(log, "wb") as out:
         try:
             done = subprocess.run(
-                command, env=environment(folder), stdout=out, stderr=out, timeout=timeout
+                command, env=environment(folder, alone), stdout=out, stderr=out, timeout=timeout
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(
@@ -157,17 +163,22 @@ def ask(request: Mapping[str, Any], folder: Path, timeout: float) -> dict[str, A
     return found
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """The user's environment, with an allocator that can be measured and a cache of executables."""
+def environment(folder: Path, alone: bool) -> dict[str, str]:
+    """The user's environment, with an allocator that can be measured and a cache of executables.
+
+    Args:
+      alone: take the GPU's memory at once, for measuring; else other processes may run beside it.
+    """
     # The new process must find the package and the job where this one does.
     paths = [*sys.path, str(Path(__file__).resolve().parents[2])]
+    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": str(alone and allocator != "cuda_async").lower(),
         # "platform" and others keep no statistics.
-        "XLA_PYTHON_CLIENT_ALLOCATOR": "default",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": allocator if allocator in _COUNTING else "default",
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "executables"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -213,6 +224,7 @@ def compared(report: MemoryReport, measured: Mapping[str, Any]) -> Verification:
 
 # ---------------------------------------------------------------- implementation
 
+_COUNTING = ("default", "bfc", "cuda_async")
 # The GPU allocator rounds each buffer up to this.
 _ROUNDING = 256
 
