@@ -49,8 +49,8 @@ def _message(measured: Sequence[Row], nets: Sequence[str]) -> str:
     ]
     less, faster = rows.won(pairs)
     return (
-        f"{measured[0].hardware}: jaxmem needs less at equal time than {less} of {len(pairs)} "
-        f"others, and is faster at equal memory than {faster}"
+        f"{measured[0].hardware}: of {len(pairs)} others, jaxmem beats {less} in memory at equal "
+        f"time, {faster} in time at equal memory"
     )
 
 
@@ -82,9 +82,10 @@ def _fill(axes: Any, own: Sequence[Row]) -> None:
         x, y = _place(row)
         colour, mark = _MARKS[row.family]
         axes.plot([x], [y], mark, color=colour, mec="white", mew=0.5, ms=7, zorder=3)
-        if row.family != OURS or row.budget_bytes is None:
+        is_fit = row.family == OURS and row.budget_bytes is not None
+        if not is_fit or (x, y) in front:
             named.append((x, y))
-            words.append(row.method)
+            words.append("fit" if is_fit else row.method)
             colours.append(colour)
     label(axes, named, words, taken, colours)
 

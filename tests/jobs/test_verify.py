@@ -146,7 +146,11 @@ def test_the_executable_comes_from_the_cache(tmp_path: Path):
     command = [sys.executable, "-c", code, f"{LIGHT}:job"]
     said = [
         subprocess.run(
-            command, env=environment(tmp_path, alone=True), capture_output=True, text=True, check=True
+            command,
+            env=environment(tmp_path, alone=True),
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         for _ in range(2)
     ]
