@@ -1,5 +1,6 @@
 """How the primitives are lowered, differentiated, transposed, mapped and checked."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,11 +89,12 @@ def _stack_batch(
 batching.fancy_primitive_batchers[stack_p] = _stack_batch
 
 
-def _stack_checkify(
-    error: Any, enabled: Any, *args: Any, stack: Differentiable
-) -> tuple[Any, list[Any]]:
+def _stack_checkify(*given: Any, stack: Differentiable) -> tuple[Any, list[Any]]:
+    # From jax 0.11 on a context goes before the error.
+    has_context = "ctx" in inspect.signature(checkify.checkify_jaxpr).parameters
+    context, (error, enabled, *args) = given[:has_context], given[has_context:]
     closed = trace(lambda *args: stack.run(args), list(map(core.typeof, args)))
-    error, outs = checkify.checkify_jaxpr(closed, enabled, error, *args)
+    error, outs = checkify.checkify_jaxpr(*context, closed, enabled, error, *args)
     return error, stack.unplanned(outs)
 
 

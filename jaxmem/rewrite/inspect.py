@@ -48,11 +48,11 @@ def stacks(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[PlannedSta
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_sqrt
     ... def model(weights, h):
-    ...     return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights)[0].sum()
+    ...     return jax.lax.scan(lambda h, w: (jnp.sin(h @ w), None), h, weights)[0].sum()
     >>> found = jaxmem.stacks(model, jnp.ones((64, 4, 4)), jnp.ones(4))
     >>> print(found[0].plan)
-    Plan of 64 layers: 16 segments of 4, 64 extra forward evaluations
-      |...|...|...|...|...|...|...|...|...|...|...|...|...|...|...|...
+    Plan of 64 layers: 12 segments of 5 and one of 4, 64 extra forward evaluations
+      |....|....|....|....|....|....|....|....|....|....|....|....|...
       | carry kept   . recomputed
     """
     if not callable(fn):
