@@ -364,6 +364,16 @@ def test_policies_reach_the_programs(name: str) -> None:
     assert {policy for policy, _ in record.plans} == {jaxmem.policies.revolve(slots=2)}
 
 
+def test_programs_of_other_experiments() -> None:
+    state = programs.states("8-bit Adam, dynamic", "host state, fused", layers=2, width=256)
+    assert state.donate_argnums == (0, 1)
+    assert state.allocated_bytes == 0
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.args[1]) if leaf.sharding}
+    assert kinds == {"pinned_host"}
+    plain, less = (programs.keeping_less(form, layers=2) for form in ("plain", "both"))
+    assert jax.eval_shape(plain.step, *plain.args) == jax.eval_shape(less.step, *less.args)
+
+
 def test_donation_is_worth_the_state() -> None:
     kept, donated = (
         programs.mlp(layers=2, donate=donate).report(
@@ -432,9 +442,10 @@ def test_predictions_without_a_gpu_say_so(
 def test_the_list_of_predictions_is_wide() -> None:
     cases = verify_predictions.CASES
     assert len({case.key for case in cases}) == len(cases) >= 20
-    assert {case.program for case in cases} == set(SMALL)
+    assert {case.program for case in cases} == {*SMALL, "states", "keeping_less"}
     policies = {case.policy.partition(":")[0] for case in cases}
     assert policies == {
+        "own",
         "none",
         "full",
         "dots",
