@@ -26,7 +26,7 @@ def as_array(value: Any, aval: Aval) -> Any:
 
 def zeros_like(x: Any) -> Any:
     """Zeros of the cotangent type of an array, with its sharding and varying axes."""
-    return ad_util.zeros_like_aval(core.typeof(x).to_ct_aval())
+    return _zeros(core.typeof(x).to_ct_aval())
 
 
 def stacked(aval: Aval, length: int) -> Aval:
@@ -38,7 +38,7 @@ def unfilled(aval: Aval, length: int) -> Any:
     """Room for so many values of a type, to be written before it is read."""
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.numpy.empty((length, *aval.shape), aval.dtype)
-    return ad_util.zeros_like_aval(stacked(aval, length))
+    return _zeros(stacked(aval, length))
 
 
 def with_dtype(value: Any, dtype: Any) -> Aval:
@@ -75,3 +75,17 @@ def has_tangent(aval: Aval) -> bool:
 def is_key(value: Any) -> bool:
     """Whether a value is an array of random keys."""
     return jax.numpy.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key)
+
+
+def _zeros(aval: Aval) -> Any:
+    """Zeros of a type.
+
+    jax 0.11 types those on no mesh that are to be whole on every device of one, and then refuses to
+    write an array that is on the mesh into them.
+    """
+    made = ad_util.zeros_like_aval(aval)
+    wanted = getattr(aval, "sharding", None)
+    mesh = getattr(wanted, "mesh", None)
+    if mesh is None or core.typeof(made).sharding.mesh == mesh:
+        return made
+    return jax.sharding.reshard(made, wanted)
