@@ -102,6 +102,8 @@ def without_rows(eqn: Any, axis: int) -> Rule | None:
         return Rule(axis, (into, *[None] * (len(eqn.invars) - 1)), ("shape", axis))
     if name == "iota" and eqn.params["dimension"] != axis:
         return Rule(axis, (), ("shape", axis))
+    if name == "reshard" and _leaves_whole(eqn, axis):
+        return Rule(axis, (axis,))
     if name in ELEMENTWISE:
         size = out.aval.shape[axis]
         if any(atom.aval.ndim not in (0, out.aval.ndim) for atom in eqn.invars):
@@ -182,6 +184,19 @@ def _reshape(eqn: Any, axes: Axes) -> Rule:
     if eqn.params.get("dimensions") is not None:
         raise Mixed("reshape reorders")
     return Rule(out, (axis, *[None] * (len(axes) - 1)), ("new_sizes", out))
+
+
+def _resharded(eqn: Any, axes: Axes) -> Rule:
+    axis = _first(eqn, axes)
+    if not _leaves_whole(eqn, axis):
+        raise Mixed("reshard splits rows over devices")
+    return Rule(axis, (axis,))
+
+
+def _leaves_whole(eqn: Any, axis: int) -> bool:
+    """Whether a reshard splits rows over no devices, so that it can be done to one."""
+    spec = eqn.params["dst_sharding"].spec
+    return axis >= len(spec) or spec[axis] is None
 
 
 def _squeeze(eqn: Any, axes: Axes) -> Rule:
@@ -279,6 +294,7 @@ def _with(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
 _RULES: dict[str, Callable[[Any, Axes], Rule]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
+    "reshard": _resharded,
     "squeeze": _squeeze,
     "transpose": _transpose,
     "pad": _padded,
