@@ -92,6 +92,49 @@ def test_instructions():
     assert module.tiled
 
 
+ELEMENTS = """HloModule m
+
+%body (t: (s32[], (f32[8], f32[4]))) -> (s32[], (f32[8], f32[4])) {
+  %t = (s32[], /*index=1*/(f32[8]{0}, f32[4]{0:T(128)S(1)})) parameter(0)
+  %sum = s32[] add(%t#0, %t#0)
+  %twice = f32[4]{0} add(%t#1#1, %t#1#1)
+  %pair = (f32[8]{0}, f32[4]{0}) tuple(%t#1#0, %twice)
+  ROOT %out = (s32[], (f32[8]{0}, f32[4]{0})) tuple(%sum, %pair)
+}
+
+ENTRY %main (p: (s32[], (f32[8], f32[4]))) -> s32[] {
+  %p = (s32[], (f32[8]{0}, f32[4]{0})) parameter(0)
+  %w = (s32[], (f32[8]{0}, f32[4]{0})) while(%p), condition=%body, body=%body
+  ROOT %n = s32[] negate(%w#0)
+}
+"""
+
+
+def test_elements_in_the_short_form_are_instructions():
+    module = hlo.parse(ELEMENTS)
+    body = module.computations["body"].instructions
+    assert [i.name for i in body] == [
+        "t",
+        "t#0",
+        "t#1",
+        "t#1#1",
+        "t#1#0",
+        "sum",
+        "twice",
+        "pair",
+        "out",
+    ]
+    element = module.instructions["t#1#1"]
+    assert (element.opcode, element.operands, element.number) == ("get-tuple-element", ["t#1"], 1)
+    assert element.shape == shape("f32[4]{0:S(1)}")
+    assert module.instructions["twice"].operands == ["t#1#1", "t#1#1"]
+    assert module.users["w"] == [(module.instructions["w#0"], 0)]
+    same = re.sub(
+        r"#(\d)", r".\1", ELEMENTS
+    )  # no short form: names of instructions that are not there
+    assert len(hlo.parse(same).instructions) == len(module.instructions) - 5
+
+
 def test_a_text_that_is_no_module():
     with pytest.raises(ValueError, match="no entry computation in the compiler's program text"):
         hlo.parse("HloModule jit_f\n")

@@ -39,6 +39,39 @@ def transformation(
     return optax.GradientTransformation(init, own)
 
 
+def whole_on(mesh: Any, array: jax.Array) -> jax.Array:
+    """Typed by a reshard as whole on every device of a mesh."""
+    places = jax.sharding.PartitionSpec(*[None] * array.ndim)
+    return jax.reshard(array, jax.sharding.NamedSharding(mesh, places))
+
+
+def test_a_reshard_that_leaves_rows_whole_is_done_to_rows() -> None:
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=explicit, devices=jax.devices()[:2])
+    params = jax.tree.map(lambda p: jax.device_put(p, whole_on(mesh, p).sharding), PARAMS)
+    with jax.set_mesh(mesh):
+        for fn in (
+            lambda g, p: jnp.where(p > 0, g, whole_on(mesh, jnp.zeros(g.shape))),
+            lambda g, p: whole_on(mesh, -g),
+        ):
+            update, state = apart(each(fn), params)
+            assert update.by_row == (0, 1)
+            leaves = jax.tree.leaves(params)
+            found = by_hand(update, leaves, state, leaves)
+            expected = [fn(g, g) for g in leaves]
+            chex.assert_trees_all_close(
+                found[:3], [p + u for p, u in zip(leaves, expected, strict=True)]
+            )
+
+        def split(g: jax.Array, p: jax.Array) -> jax.Array:
+            spec = jax.sharding.PartitionSpec("data")
+            return jax.reshard(g, spec) if g.ndim == 3 else g
+
+        update, _ = apart(each(split), params)
+        assert update.by_row == ()
+        assert all("reshard splits rows over" in why for why in update.why_not.values())
+
+
 def each(fn: Callable[..., Any]) -> optax.GradientTransformation:
     """Of a function from a gradient and a parameter to an update."""
     return transformation(lambda g, s, p: (jax.tree.map(fn, g, p), s))

@@ -21,7 +21,7 @@ from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import targets
-from jaxmem.targets import CompileError, installed, refusals, spec
+from jaxmem.targets import CompileError, installed, refusals, spec, worker
 from jaxmem.targets import client as client_module
 from jaxmem.targets.pool import Died, Pool, Worker, pool
 
@@ -384,6 +384,20 @@ def test_gpu_program_too_large_is_compiled_and_said_so():
 
 
 # ---------------------------------------------------------------- what goes wrong
+
+
+def test_texts_are_whole_when_all_are_there_and_none_grows(tmp_path: Path):
+    found = worker.Texts(str(tmp_path))
+    names = [*worker._TEXTS.values(), "-memory-usage-report.txt"]
+    for name in names[::-1]:  # in any order
+        assert not any(found.are_whole() for _ in range(5))
+        (tmp_path / f"module_0001.jit_call.after{name}").write_text("a")
+    for text in ("ab", "abc"):
+        assert not any(found.are_whole() for _ in range(worker._LOOKS - 1))
+        (tmp_path / f"module_0001.jit_call.after{names[0]}").write_text(text)
+    assert [found.are_whole() for _ in range(worker._LOOKS)] == [False] * (worker._LOOKS - 1) + [
+        True
+    ]
 
 
 def test_garbage_for_a_program():
