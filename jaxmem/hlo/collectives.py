@@ -211,7 +211,8 @@ class _Reader:
                     shape=tuple(length for length in part.dims if length != 1),
                     name=found.name,
                     source=next(filter(None, (naming.source(self._module, i) for i in where)), "")
-                    or found.source,
+                    or found.source
+                    or self._source_of_readers(result),
                     module=found.module
                     or next(filter(None, (naming.scopes(i.op_name) for i in where)), ""),
                     parameter=found.parameter,
@@ -241,10 +242,19 @@ class _Reader:
         """What it gives, at its end where it has two halves or is a chain of steps."""
         if done := end_of_chain(self._module, instruction):
             return done, ()
-        for user, _ in self._module.users.get(instruction.name, ()):
+        module, start = self._module, instruction
+        if instruction.root:  # of a computation that is begun and awaited as a whole
+            callers = module.callers.get(module.home[instruction.name], ())
+            start = next((one for one in callers if one.opcode == "async-start"), instruction)
+        for user, _ in module.users.get(start.name, ()):
             if user.opcode.endswith("-done"):
                 return user, index
         return instruction, index
+
+    def _source_of_readers(self, result: Value) -> str:
+        """Where the first is that reads what the partitioner put in without saying for which."""
+        found = (naming.source(self._module, one) for one in readers(self._module, result))
+        return next(filter(None, found), "")
 
     def _is_recomputed(self, instruction: Instruction, result: Value) -> bool:
         named = (i.op_name for i in _asking(self._module, instruction) if i.op_name)
