@@ -8,9 +8,10 @@ The same nets, with the same initial weights, are trained on the same batch: und
 and under `jaxmem.fit` at several budgets, among them the peak of every Pareto-optimal rival;
 with `jax.checkpoint` around each layer; and, where it is installed, by PyTorch: plain,
 `torch.utils.checkpoint` around each layer, `checkpoint_sequential`, `torch.compile`, and that with
-`activation_memory_budget`.  Each is measured in a separate process: the median time of a step,
-synchronised before and after, and the peak of the framework's allocator.  One that runs
-out of memory has a row that says so.  Losses of the first two steps must agree within the
+`activation_memory_budget`.  Each is measured in a separate process, with nothing else on the GPU:
+the median time of a step, synchronised before and after, and the peak of the framework's
+allocator.  Before that several may plan and compile at once (`--workers`).  One that runs out of
+memory has a row that says so.  Losses of the first two steps must agree within the
 tolerance of `side/rows.py`, or the row is not counted.
 
 It writes `results/gpu_side_by_side.csv` and `.png`, and resumes after an interruption.  Without a
