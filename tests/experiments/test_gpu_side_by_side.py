@@ -122,6 +122,7 @@ def test_the_small_form_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
         only="full",
         device="cpu",
         small=True,
+        workers=2,
         results=tmp_path,
     )
     (row,) = gpu_side_by_side.main(options)
