@@ -202,16 +202,17 @@ class Entry:
         before = known.find(self._versions, **self._key)
         done = before and before.status in FINAL and before.budget_bytes == method.budget
         self._before = before if done else None
-        self._child = children.Child(net, method, options.device, options.timeout)
+        self._child = None if done else children.Child(net, method, options.device, options.timeout)
 
     def prepare(self) -> None:
         """Plan and compile, if it must be measured."""
-        if self._before is None:
+        if self._child is not None:
             self._child.prepare()
 
     def row(self) -> Row:
         """Measured now, or before."""
-        if self._before is not None:
+        if self._child is None:
+            assert self._before is not None
             return self._before
         answer = self._child.measured(self._options.warmup, self._options.steps)
         seconds = answer.found.get("seconds", [])
