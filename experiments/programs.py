@@ -18,14 +18,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import low_memory
 import optax
-import state_memory
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
-from common import ways
 
 Dtype = Literal["float32", "bfloat16"]
 Spec = jax.ShapeDtypeStruct
@@ -160,18 +157,29 @@ def rnn(
 
 
 def states(
-    optimizer: str = "Adam", way: ways.Way = "ordinary", layers: int = 16, width: int = 2048
+    optimizer: str = "Adam", way: str = "ordinary", layers: int = 16, width: int = 2048
 ) -> jaxmem.Job:
     """A step of the feed-forward model of `state_memory.py`, by one of the optimizers it lists.
 
     Args:
-      way: what is updated in the backward pass ("fused"), and what is in the host's memory.
+      way: one of `common.ways`: what is updated in the backward pass, and what is on the host.
     """
-    return state_memory.training(layers, width).job(optimizer, way)
+    import state_memory  # needs what only experiments need
+
+    from common.ways import OPTIMIZERS, WAYS
+
+    for given, known in ((optimizer, OPTIMIZERS), (way, WAYS)):
+        if given not in known:
+            raise ValueError(f"states: {given!r} is none of {', '.join(map(repr, known))}")
+    return state_memory.training(layers, width).job(optimizer, WAYS[WAYS.index(way)])
 
 
-def keeping_less(form: low_memory.Form = "both", layers: int = 24) -> jaxmem.Job:
+def keeping_less(
+    form: Literal["plain", "norms", "gelu", "both"] = "both", layers: int = 24
+) -> jaxmem.Job:
     """The gradient of the transformer of `low_memory.py`, as it is or with layers replaced."""
+    import low_memory
+
     return jaxmem.Job(*low_memory.gradient(layers, form), name=f"keeping_less, {form}")
 
 

@@ -370,6 +370,8 @@ def test_programs_of_other_experiments() -> None:
     assert state.allocated_bytes == 0
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.args[1]) if leaf.sharding}
     assert kinds == {"pinned_host"}
+    with pytest.raises(ValueError, match=r"'by hand' is none of 'ordinary', 'fused', "):
+        programs.states(way="by hand")
     plain, less = (programs.keeping_less(form, layers=2) for form in ("plain", "both"))
     assert jax.eval_shape(plain.step, *plain.args) == jax.eval_shape(less.step, *less.args)
 
