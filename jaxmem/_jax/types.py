@@ -86,6 +86,6 @@ def _zeros(aval: Aval) -> Any:
     made = ad_util.zeros_like_aval(aval)
     wanted = getattr(aval, "sharding", None)
     mesh = getattr(wanted, "mesh", None)
-    if mesh is None or core.typeof(made).sharding.mesh == mesh:
-        return made
+    if mesh is None or mesh.empty or core.typeof(made).sharding.mesh == mesh:
+        return made  # on no mesh: of a constant, whose zeros do as they are
     return jax.sharding.reshard(made, wanted)

@@ -184,6 +184,21 @@ def test_the_value_alone_has_the_same_outputs() -> None:
     near(jax.jit(pipelined)(*args), jax.jit(alone)(*args)[0])
 
 
+def test_outputs_and_state_that_are_constants() -> None:
+    """They are on no mesh, where all else is on that of the stages."""
+
+    def loss(w: Any, x: Any, s: Any) -> Any:
+        h = stack(w, x)
+        new = {"mean": h.mean(), "before": s["mean"], "reset": np.float32(3)}
+        return (h * (1 + s["before"])).mean(), (new, [2.0, True, np.ones(2, np.float32)])
+
+    state = {"mean": jnp.ones(()), "before": jnp.ones(()), "reset": jnp.ones(())}
+    options: Any = {"has_aux": True, "aux": ("carry", "mean"), "carry_argnums": 2}
+    expected = jax.jit(jaxmem.value_and_grad(loss, microbatches=3, **options))(W, X, state)
+    pipelined = jaxmem.pipeline(loss, microbatches=3, mesh=mesh_of(stage=2), **options)
+    near(jax.jit(jax.value_and_grad(pipelined, has_aux=True))(W, X, state), expected)
+
+
 # ---------------------------------------------------------------- modules
 
 
