@@ -17,7 +17,7 @@ from jaxmem.pipeline.carried import Carried, Outputs, after_layers, of_layers
 from jaxmem.pipeline.cut import Cut
 from jaxmem.pipeline.device import Inputs, Program
 from jaxmem.pipeline.function import Operands
-from jaxmem.pipeline.mapped import on_stages
+from jaxmem.pipeline.mapped import constant, on_stages
 from jaxmem.pipeline.part import Part
 
 # ---------------------------------------------------------------- types
@@ -96,7 +96,7 @@ def _ahead(parts: Sequence[Part], operands: Operands) -> Ahead:
     weights: list[Any] = [jnp.zeros((), aval.dtype) for aval in outs]
     paths = _paths(cut, "before")
     known = dict(zip(operands.paths, operands.shared, strict=True))
-    states = [jax.lax.stop_gradient(known[path]) for path in paths]
+    states = constant([known[path] for path in paths])
     before = []
     for part in parts if count or paths else ():
         found = part.outside()

@@ -63,17 +63,10 @@ def on_stages(program: Program, mesh: Any) -> Callable[[Inputs], tuple[jax.Array
     def forward(boxes: Inputs) -> tuple[tuple[jax.Array, Carried], Any]:
         is_box = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
         inputs = jax.tree.map(lambda box: box.value, boxes, is_leaf=is_box)
-        if any(box.perturbed and jnp.issubdtype(box.value.dtype, jnp.inexact)
-               for boxes_of in (boxes.rows, boxes.scales, boxes.layers, boxes.after)
-               for box in boxes_of):  # fmt: skip
-            raise ValueError(
-                "the gradient of the batch or of state is asked for, and a pipeline has none; "
-                "differentiate with respect to parameters alone (of an NNX module by "
-                "nnx.value_and_grad)"
-            )
+        _refuse_gradient([*boxes.rows, *boxes.scales, *boxes.layers, *boxes.after])
 
         def flags(boxes: Iterable[Any]) -> list[bool]:
-            return [box.perturbed and jnp.issubdtype(box.value.dtype, jnp.inexact) for box in boxes]
+            return list(map(_is_wanted, boxes))
 
         wanted = Gradients(flags(boxes.params), flags(boxes.shared))
         local = functools.partial(with_gradients, wanted=wanted)
@@ -104,7 +97,43 @@ def without_gradient(outputs: Any, value: jax.Array) -> Any:
     return _beside(outputs, value) if jax.tree.leaves(outputs) else outputs
 
 
+def constant(states: list[Any]) -> list[Any]:
+    """States, of which a gradient is refused: what is made of them ahead would give none."""
+    return jax.lax.stop_gradient(_constant(states)) if states else states
+
+
 # ---------------------------------------------------------------- implementation
+
+
+def _is_wanted(box: Any) -> bool:
+    """Whether a gradient is asked for, of an array as a derivative rule gets it."""
+    return box.perturbed and jnp.issubdtype(box.value.dtype, jnp.inexact)
+
+
+def _refuse_gradient(boxes: Iterable[Any]) -> None:
+    if any(map(_is_wanted, boxes)):
+        raise ValueError(
+            "the gradient of the batch or of state is asked for, and a pipeline has none; "
+            "differentiate with respect to parameters alone (of an NNX module by "
+            "nnx.value_and_grad)"
+        )
+
+
+@jax.custom_vjp
+def _constant(states: list[Any]) -> list[Any]:
+    return states
+
+
+def _constant_forward(states: list[Any]) -> tuple[list[Any], None]:
+    _refuse_gradient(states)
+    return [box.value for box in states], None
+
+
+def _constant_backward(_: None, cotangents: Any) -> tuple[None]:
+    return (None,)
+
+
+_constant.defvjp(_constant_forward, _constant_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp
