@@ -133,7 +133,11 @@ def called(options: Options, fun: Any, args: Any, kwargs: Any) -> Call:
         path: jnp.asarray(leaf) if path[0] in carried else leaf
         for path, leaf in call.leaves.items()
     }
-    return dataclasses.replace(call, carried=carried, leaves=leaves)
+    trees: list[Any] = list(call.trees)
+    for position in modules:
+        if places := _shared_places(args[position]):
+            trees[position] = _Shared(trees[position], places)
+    return dataclasses.replace(call, carried=carried, leaves=leaves, trees=tuple(trees))
 
 
 def traced(
@@ -247,11 +251,55 @@ def _in_modules(arg: Any) -> list[bool]:
     return [_is_node(node) for node in _nodes(arg) for _ in jax.tree.leaves(node)]
 
 
+def _is_variable(node: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(node, nnx.Variable)
+
+
+def _shared_places(arg: Any) -> list[int]:
+    """Of each variable in modules, where it was first found; empty if each is there once."""
+    first: dict[int, int] = {}
+    found = jax.tree.leaves(arg, is_leaf=_is_variable)
+    places = [first.setdefault(id(one), k) for k, one in enumerate(found) if _is_variable(one)]
+    is_shared = len(set(places)) < len(places)
+    return [first.get(id(one), k) for k, one in enumerate(found)] if is_shared else []
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Shared:
+    """The structure of an argument with variables that are in several places, once put together.
+
+    Attributes:
+      tree: the structure as jax knows it, in which each place is a variable of its own.
+      places: of each variable, the place where it is first.
+    """
+
+    tree: Any
+    places: Sequence[int]
+
+    @property
+    def num_leaves(self) -> int:
+        return self.tree.num_leaves
+
+    @functools.cached_property
+    def first(self) -> list[int]:
+        """Of each leaf, the one that is read in its place."""
+        numbers = self.tree.unflatten(range(self.num_leaves))
+        found = [jax.tree.leaves(one) for one in jax.tree.leaves(numbers, is_leaf=_is_variable)]
+        return [leaf for place in self.places for leaf in found[place]]
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        found, tree = jax.tree.flatten(self.tree.unflatten(leaves), is_leaf=_is_variable)
+        return tree.unflatten([found[place] for place in self.places])
+
+
 def _changed(
     call: Call, label: str, position: int, arg: Any, known: Mapping[Path, Any]
 ) -> list[tuple[Path, Any]]:
     """What a function changed in an argument, such as an NNX module."""
-    after, count = jax.tree.leaves(arg), call.trees[position].num_leaves
+    after, tree = jax.tree.leaves(arg), call.trees[position]
+    count, first = tree.num_leaves, getattr(tree, "first", None)
     inside = _in_modules(arg)
     name = call.names.get((position, 0), f"argument {position}").split("/")[0]
     if any(inside) and len(after) != count:
@@ -263,7 +311,7 @@ def _changed(
     found = []
     for number, (leaf, is_inside) in enumerate(zip(after, inside, strict=True)):
         path = (position, number)
-        if number >= count or leaf is known[path]:
+        if number >= count or leaf is known[position, first[number] if first else number]:
             continue
         what = f"{label} changes {call.names[path]}"
         if not is_inside:

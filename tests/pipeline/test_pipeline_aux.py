@@ -276,6 +276,46 @@ def test_a_module_of_nnx_gets_its_state(kind: AxisType) -> None:
     near(own, theirs)
 
 
+class Mean(nnx.Module):
+    def __init__(self) -> None:
+        self.mean = nnx.BatchStat(jnp.zeros(WIDTH))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mean = self.mean[...]
+        self.mean[...] = 0.8 * mean + 0.2 * x.mean(0)
+        return x - mean
+
+
+class Shared(nnx.Module):
+    """One module in two places, and random keys; its two weights are one."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.Param(normal(7, 4, WIDTH, WIDTH))
+        self.w = nnx.Param(normal(8, WIDTH, WIDTH))
+        self.tied, self.first, self.rngs = self.w, Mean(), nnx.Rngs(0)
+        self.second, self.same = self.first, self.rngs
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.second(self.first(x) @ self.w + 1)
+        noise = jax.random.normal(self.rngs(), x.shape) + jax.random.normal(self.same(), x.shape)
+        return stack(self.layers[...], x + noise) @ self.tied.T
+
+
+def test_variables_in_several_places_of_a_module() -> None:
+    def loss(model: Shared, x: jax.Array) -> jax.Array:
+        return jnp.square(model(x) - 1).mean()
+
+    x = normal(5, 8, WIDTH)
+    models = [Shared() for _ in range(2)]
+    expected = nnx.jit(jaxmem.value_and_grad(loss, microbatches=4))(models[0], x)
+    pipelined = jaxmem.pipeline(loss, microbatches=4, mesh=mesh_of(stage=2))
+    found = nnx.jit(nnx.value_and_grad(pipelined))(models[1], x)
+    near(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-5)
+    assert models[1].first is models[1].second
+    own, theirs = (jax.tree.leaves(nnx.state(model)) for model in reversed(models))
+    near(own, theirs)
+
+
 # ---------------------------------------------------------------- what it costs
 
 
