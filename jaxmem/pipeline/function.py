@@ -188,6 +188,8 @@ def traced(
                     outputs.append(Output(mode, tuple(numbers), inner))
                 outs += own
         for position, arg in enumerate(seen[0]):
+            if position in call.carried:
+                continue  # what counts is what was returned for it
             for path, leaf in _changed(call, label, position, arg, known):
                 changed.append((path, len(outs)))
                 outs.append(leaf)

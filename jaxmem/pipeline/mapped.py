@@ -94,7 +94,8 @@ def on_stages(program: Program, mesh: Any) -> Callable[[Inputs], tuple[jax.Array
 
 def without_gradient(outputs: Any, value: jax.Array) -> Any:
     """Auxiliary outputs, of which a gradient is refused where the value has one."""
-    return _beside(outputs, value) if jax.tree.leaves(outputs) else outputs
+    leaves, tree = jax.tree.flatten(outputs)  # variables of NNX look like what they hold
+    return tree.unflatten(_beside(leaves, value)) if leaves else outputs
 
 
 def constant(states: list[Any]) -> list[Any]:
@@ -137,13 +138,12 @@ _constant.defvjp(_constant_forward, _constant_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp
-def _beside(outputs: Any, value: jax.Array) -> Any:
+def _beside(outputs: list[Any], value: jax.Array) -> list[Any]:
     return outputs
 
 
-def _beside_forward(outputs: Any, value: Any) -> tuple[Any, None]:
-    is_box = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
-    return jax.tree.map(lambda box: box.value, outputs, is_leaf=is_box), None
+def _beside_forward(outputs: list[Any], value: Any) -> tuple[list[Any], None]:
+    return [box.value for box in outputs], None
 
 
 def _beside_backward(_: None, cotangents: Any) -> Any:

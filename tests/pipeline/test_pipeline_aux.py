@@ -316,6 +316,23 @@ def test_variables_in_several_places_of_a_module() -> None:
     near(own, theirs)
 
 
+def test_a_module_that_is_split_and_merged() -> None:
+    """Merging takes the variables of the argument, which then change in place."""
+    graph, params, state = nnx.split(Shared(), nnx.Param, ...)
+
+    def loss(params: Any, x: jax.Array, state: Any) -> Any:
+        model = nnx.merge(graph, params, state)
+        loss = jnp.square(model(x) - 1).mean()
+        return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+    args = params, normal(5, 8, WIDTH), state
+    options: Any = {"microbatches": 4, "has_aux": True, "aux": "carry", "carry_argnums": 2}
+    expected = jax.jit(jaxmem.value_and_grad(loss, **options))(*args)
+    pipelined = jaxmem.pipeline(loss, mesh=mesh_of(stage=2), **options)
+    found = jax.jit(jax.value_and_grad(pipelined, has_aux=True))(*args)
+    near(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-5)
+
+
 # ---------------------------------------------------------------- what it costs
 
 
