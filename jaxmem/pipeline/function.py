@@ -116,6 +116,12 @@ class Results:
 def called(options: Options, fun: Any, args: Any, kwargs: Any) -> Call:
     """The arguments of a call, taken apart."""
     args, kwargs = positional(fun, args, kwargs)
+    for name, value in kwargs.items():
+        if any(map(_is_node, _nodes(value))):
+            raise TypeError(
+                f"{name}= has an NNX module in it, whose changes would be lost; pass modules by "
+                "position"
+            )
     modules = [k for k, arg in enumerate(args) if any(_in_modules(arg))]
     call = take_apart(
         fun,

@@ -448,6 +448,10 @@ def in_place(batch: Any, w: Any) -> Any:
     return stack(w, batch["x"]).mean()
 
 
+def by_keyword(x: Any, *, model: Any) -> Any:
+    return model(W, x).mean()
+
+
 def test_changes_that_no_microbatch_can_take() -> None:
     def said(fun: Any, *args: Any, **options: Any) -> str:
         with pytest.raises(ValueError) as error:
@@ -457,6 +461,11 @@ def test_changes_that_no_microbatch_can_take() -> None:
     def grown(model: Any, x: Any) -> Any:
         return model(W, x).mean()
 
+    with pytest.raises(TypeError) as error:
+        jaxmem.pipeline(by_keyword, mesh=MESH, batch_argnums=0).explain(X, model=Growing())
+    assert str(error.value) == (
+        "model= has an NNX module in it, whose changes would be lost; pass modules by position"
+    )
     assert said(grown, Growing(), X) == (
         "grown changes which arrays argument 0 holds: 0 before and 1 after, and what a "
         "microbatch leaves the next one has to take; make the variables when the module is made, "
