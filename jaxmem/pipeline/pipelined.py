@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxmem import _jax
 from jaxmem.accumulate.call import Path
 from jaxmem.pipeline import batch
 from jaxmem.pipeline.function import write_back
@@ -243,6 +244,13 @@ class Pipelined:
                     'mesh=, such as jax.make_mesh((4,), ("stage",))'
                 )
         check_mesh(mesh, axis)
+        is_abstract = isinstance(mesh, jax.sharding.AbstractMesh) and axis not in here.axis_names
+        if is_abstract and not _jax.is_staged():
+            raise ValueError(
+                f"mesh= is abstract, {dict(mesh.shape)} without devices, and the pipeline is to "
+                "run; pass a mesh of devices, such as one of jax.make_mesh, or compile it alone, "
+                "as jax.jit(...).lower and jaxmem.memory_report do"
+            )
         # Inside of another shard_map only the mesh that is set there will do.
         return here if axis in here.axis_names else mesh
 

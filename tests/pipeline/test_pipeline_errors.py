@@ -247,6 +247,19 @@ def test_no_mesh_and_no_function() -> None:
         jaxmem.pipeline(3)  # pyright: ignore[reportArgumentType]
 
 
+def test_a_mesh_without_devices_that_is_to_run() -> None:
+    pipelined = jaxmem.pipeline(loss, mesh=MESH, microbatches=4)
+    for run in (pipelined, jax.grad(pipelined)):
+        with pytest.raises(ValueError) as error:
+            run(W, X)
+        assert str(error.value) == (
+            "mesh= is abstract, {'stage': 2, 'data': 4} without devices, and the pipeline is to "
+            "run; pass a mesh of devices, such as one of jax.make_mesh, or compile it alone, as "
+            "jax.jit(...).lower and jaxmem.memory_report do"
+        )
+    assert "collective_permute" in jax.jit(jax.grad(pipelined)).lower(W, X).as_text()
+
+
 def test_a_decorator_with_arguments_and_without() -> None:
     @jaxmem.pipeline(mesh=MESH, microbatches=2, schedule="1f1b")
     def first(w: Any, x: Any) -> Any:
