@@ -448,6 +448,29 @@ def in_place(batch: Any, w: Any) -> Any:
     return stack(w, batch["x"]).mean()
 
 
+def test_state_that_is_no_array() -> None:
+    def loss(w: Any, x: Any, s: Any) -> Any:
+        return stack(w, x).mean(), s
+
+    pipelined = jaxmem.pipeline(loss, mesh=MESH, has_aux=True, aux="carry", carry_argnums=2)
+    with pytest.raises(TypeError) as error:
+        pipelined.explain(W, X, {"name": "ema", "mean": S, "none": None, "count": 0})
+    assert str(error.value) == (
+        "s/name is 'ema' of type str, and a carried argument is made of arrays; pass it in another "
+        "argument, or let the function close over it"
+    )
+
+
+def test_state_that_is_named_twice() -> None:
+    options: Any = {"has_aux": True, "aux": ("carry", "carry"), "carry_argnums": (2, -1)}
+    pipelined = jaxmem.pipeline(lambda w, x, s: (stack(w, x).mean(), (s, s)), mesh=MESH, **options)
+    with pytest.raises(ValueError) as error:
+        pipelined.explain(W, X, S)
+    assert str(error.value) == (
+        "carry_argnums=(2, -1) names an argument twice, of 3; name each once"
+    )
+
+
 def by_keyword(x: Any, *, model: Any) -> Any:
     return model(W, x).mean()
 
