@@ -242,13 +242,10 @@ class _Reader:
         """What it gives, at its end where it has two halves or is a chain of steps."""
         if done := end_of_chain(self._module, instruction):
             return done, ()
-        module, start = self._module, instruction
-        if instruction.root:  # of a computation that is begun and awaited as a whole
-            callers = module.callers.get(module.home[instruction.name], ())
-            start = next((one for one in callers if one.opcode == "async-start"), instruction)
-        for user, _ in module.users.get(start.name, ()):
-            if user.opcode.endswith("-done"):
-                return user, index
+        for half in _asking(self._module, instruction):
+            for user, _ in self._module.users.get(half.name, ()):
+                if user.opcode.endswith("-done"):
+                    return user, index
         return instruction, index
 
     def _source_of_readers(self, result: Value) -> str:
