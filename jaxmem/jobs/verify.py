@@ -2,7 +2,8 @@
 
 The job runs in a fresh process, since an allocator's peak cannot be reset, and with the memory
 preallocated, as jax does it by default: an allocator that grows as it goes does not cut a piece to
-size that is less than 128 MiB larger than asked for, and counts all of it.
+size that is less than twice as large as asked for, and less than 128 MiB larger, and counts all of
+it.
 """
 
 import dataclasses
