@@ -14,7 +14,7 @@ attention with scores kept in float32, and the gradient of a loss on the last la
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ def states(
     for given, known in ((optimizer, OPTIMIZERS), (way, WAYS)):
         if given not in known:
             raise ValueError(f"states: {given!r} is none of {', '.join(map(repr, known))}")
-    return state_memory.training(layers, width).job(optimizer, WAYS[WAYS.index(way)])
+    return state_memory.training(layers, width).job(optimizer, cast(Any, way))
 
 
 def keeping_less(
