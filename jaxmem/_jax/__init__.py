@@ -14,12 +14,14 @@ from jaxmem._jax.digests import place_name as place_name
 from jaxmem._jax.digests import place_named_by as place_named_by
 from jaxmem._jax.edits import another as another
 from jaxmem._jax.edits import as_program as as_program
+from jaxmem._jax.edits import differing_literals as differing_literals
 from jaxmem._jax.edits import flattened as flattened
 from jaxmem._jax.edits import followed_by as followed_by
 from jaxmem._jax.edits import piece_of as piece_of
 from jaxmem._jax.edits import renamed as renamed
 from jaxmem._jax.edits import reordered as reordered
 from jaxmem._jax.edits import with_equations as with_equations
+from jaxmem._jax.edits import with_literals_as_inputs as with_literals_as_inputs
 from jaxmem._jax.edits import with_shape as with_shape
 from jaxmem._jax.evaluation import bound as bound
 from jaxmem._jax.evaluation import bound_with as bound_with

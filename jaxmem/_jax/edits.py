@@ -1,9 +1,10 @@
 """Jaxprs made of others, mostly for looking at."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
@@ -126,3 +127,39 @@ def as_program(eqn: Eqn) -> ClosedJaxpr:
     ins = list(dict.fromkeys(atom for atom in eqn.invars if is_var(atom)))
     empty = jax.make_jaxpr(lambda *args: args)(*(var.aval for var in ins))
     return ClosedJaxpr(empty.jaxpr.replace(invars=ins, outvars=eqn.outvars, eqns=[eqn]), ())
+
+
+def differing_literals(eqns: Sequence[Eqn]) -> list[int]:
+    """Operands of equal equations that are a number in each, and not the same in all."""
+    return [
+        place
+        for place, several in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True))
+        if all(is_literal(atom) and not getattr(atom.aval, "weak_type", True) for atom in several)
+        and len({number_of(atom).tobytes() for atom in several}) > 1
+    ]
+
+
+def number_of(literal: Any) -> np.ndarray:
+    """The value of a number that is written into a jaxpr, in its own type."""
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
+def with_literals_as_inputs(
+    closed: ClosedJaxpr, places: Mapping[int, Sequence[int]]
+) -> tuple[ClosedJaxpr, dict[int, dict[Any, Any]]]:
+    """A jaxpr that reads variables where it has numbers, and these by equation and variable.
+
+    For evaluating with the variables given: they are no inputs of the jaxpr.
+
+    Args:
+      places: of equations, which of their operands.
+    """
+    eqns, numbers = list(closed.jaxpr.eqns), {}
+    for at, operands in places.items():
+        ins = list(eqns[at].invars)
+        numbers[at] = {}
+        for operand in operands:
+            literal, var = ins[operand], another(ins[operand])
+            numbers[at][var], ins[operand] = number_of(literal), var
+        eqns[at] = renamed(eqns[at], ins, eqns[at].outvars)
+    return with_equations(closed, eqns), numbers

@@ -93,7 +93,10 @@ def name_given_by(eqn: Eqn) -> str | None:
 
 def _carried_by(eqn: Eqn, kind: str) -> Any:
     """What jax has for an operation under the flag jax_remat3: a value in a general primitive."""
-    return next((value for value in eqn.params.values() if type(value).__name__ == kind), None)
+    for value in eqn.params.values():
+        if type(value).__name__ == kind:
+            return value
+    return None
 
 
 def checkpointed_by(eqn: Eqn) -> tuple[Any] | None:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -257,6 +257,17 @@ def read_rounded(jaxpr: Any, compiler: Compiler) -> set[Any]:
 
 # ---------------------------------------------------------------- implementation
 
+_NONE: frozenset[Any] = frozenset()
+
+
+def _union(several: Iterable[frozenset[Any]]) -> frozenset[Any]:
+    """All of several sets, of which most are empty, or the same one."""
+    found = _NONE
+    for one in several:
+        if one and one is not found:
+            found = found | one if found else one
+    return found
+
 
 def _kind(eqn: Any) -> str:
     """`kind_of` an operation; what a gather reads is computed where it is read, and only that."""
@@ -265,6 +276,8 @@ def _kind(eqn: Any) -> str:
 
 def _inside_bytes(eqn: Any, compiler: Compiler) -> int:
     """Bytes live inside of a loop or of a `jax.checkpoint`, next to what it reads and makes."""
+    if kind_of(eqn) != "kernel":
+        return 0
     if _jax.in_checkpoint(eqn) is None and eqn.primitive.name not in ("scan", "while", "cond"):
         return 0
     return max(_computed_in(sub, compiler) for sub in _jax.all_subjaxprs(eqn))
@@ -381,7 +394,7 @@ class _Lives:
             or (var in self._stored and kind != "view")
             or var in self._cut_out
         ]
-        behind = frozenset().union(*(self._behind_of(atom) for atom in eqn.invars))
+        behind = _union(self._behind_of(atom) for atom in eqn.invars)
         for var in eqn.outvars:
             self._behind[var] = behind
         if made:
@@ -392,15 +405,15 @@ class _Lives:
         self._last.update(dict.fromkeys(behind & self._held, at))
         for var in made:
             self.make(var, at)
-        reduced = self._reduced_for(eqn, kind, behind)
-        self._reduced.update((var, reduced) for var in eqn.outvars)
+        if reduced := self._reduced_for(eqn, kind, behind):
+            self._reduced.update((var, reduced) for var in eqn.outvars)
         fused = made and (kind == "fused" or eqn.primitive.name.startswith("scatter"))
         if self._compiler.merges_readers:
             atoms = list(filter(_jax.is_var, eqn.invars))
-            self._read_at[at] = read = frozenset().union(*map(self._sources_of, atoms))
+            self._read_at[at] = read = _union(map(self._sources_of, atoms))
             in_memory = frozenset() if eqn.primitive.name == "dot_general" else frozenset(made)
             self._sources.update((var, in_memory if made else read) for var in eqn.outvars)
-            since = frozenset().union(*(self._since.get(atom, frozenset()) for atom in atoms))
+            since = _union(self._since.get(atom, _NONE) for atom in atoms)
             self._since.update((var, since.union(made if fused else ())) for var in eqn.outvars)
         if fused:
             self._over.append((at, behind - reduced, made))
@@ -442,7 +455,7 @@ class _Lives:
         if not self._compiler.reduces_inside or kind == "kernel":
             return frozenset()
         atoms = filter(_jax.is_var, eqn.invars)
-        before = frozenset().union(*(self._reduced.get(atom, frozenset()) for atom in atoms))
+        before = _union(self._reduced.get(atom, _NONE) for atom in atoms)
         if kind != "reduction" or not _reduces_rows(eqn):
             return before
         rows = [var for var in behind if var.aval.size == eqn.invars[0].aval.size]
@@ -497,7 +510,7 @@ class _Lives:
         return self._sources.get(atom, frozenset([atom] if atom.aval.size > 1 else ()))
 
     def _behind_of(self, atom: Any) -> frozenset[Any]:
-        return self._behind.get(atom, frozenset()) if _jax.is_var(atom) else frozenset()
+        return self._behind.get(atom, _NONE) if _jax.is_var(atom) else _NONE
 
     def bytes(self, var: Any) -> int:
         """What a value takes in memory."""
@@ -526,8 +539,8 @@ class _Ends:
         for eqn in jaxpr.eqns:
             kind = _kind(eqn)
             atoms = list(filter(_jax.is_var, eqn.invars))
-            behind = frozenset().union(*map(self._behind, atoms))
-            before = frozenset().union(*(summed.get(atom, frozenset()) for atom in atoms))
+            behind = _union(map(self._behind, atoms))
+            before = _union(summed.get(atom, _NONE) for atom in atoms)
             if kind == "reduction":
                 summed.update((var, before | behind) for var in eqn.outvars)
                 by_others.update(_behind_views(atom, self._views)[-1] for atom in atoms)

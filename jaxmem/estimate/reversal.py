@@ -24,7 +24,7 @@ from jaxmem.estimate.liveness import (
 )
 from jaxmem.estimate.stacks import copied_in_front, gathered_across, read_transposed
 from jaxmem.estimate.values import unnamed_places
-from jaxmem.solve.keep import Keep, menu
+from jaxmem.solve.keep import Keep, fastest
 from jaxmem.solve.problem import Graph, Operation
 from jaxmem.trace.layer import Layer, nbytes
 
@@ -199,7 +199,7 @@ def without_checkpoint(
         keepable=frozenset(range(len(graph.bytes))) - made_late - graph.free - anyway,
         keep_seconds=(0.0,) * len(graph.bytes),
     )
-    rest = menu(plain, points=0)[0]
+    rest = fastest(plain)
     size = rest.bytes + sum(graph.bytes[place] for place in anyway)
     return dataclasses.replace(rest, kept=tuple(sorted({*rest.kept, *anyway})), bytes=size)
 

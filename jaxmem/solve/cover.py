@@ -139,14 +139,14 @@ class Model:
 def keep_set(graph: Graph, kept: frozenset[int], offloaded: frozenset[int]) -> Keep | None:
     """What storing these values comes to, without those nothing needs; None if it does not do."""
     stored = kept | offloaded
-    needed = graph.wanted - graph.free
+    needed = set(graph.wanted - graph.free)
     recomputed, made = [], set()
     for e in range(len(graph.operations) - 1, -1, -1):
         operation = graph.operations[e]
-        if needed.intersection(operation.outputs) - stored:
+        if any(v in needed and v not in stored for v in operation.outputs):
             recomputed.append(e)
             made.update(operation.outputs)
-            needed |= set(operation.inputs) - graph.free
+            needed.update(v for v in operation.inputs if v not in graph.free)
     if needed - stored - made:
         return None
     # What comes along with another output of its maker need not be stored either.

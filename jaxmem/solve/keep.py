@@ -29,7 +29,7 @@ from jaxmem.solve.pareto import cost, pareto_optimal
 from jaxmem.solve.presolve import reduced
 from jaxmem.solve.problem import Graph
 
-__all__ = ["Keep", "keep_within", "least_bytes", "menu", "price"]
+__all__ = ["Keep", "fastest", "keep_within", "least_bytes", "menu", "price"]
 
 # ---------------------------------------------------------------- API
 
@@ -52,11 +52,11 @@ def keep_within(graph: Graph, budget: int, time_limit: float = 2.0) -> Keep | No
     >>> [keep_within(chain, budget).seconds for budget in (5, 4, 1, 0)]
     [0.0, 2.0, 2.0, 5.0]
     """
-    fastest = _fastest(graph)
-    if fastest is None or least_bytes(graph) > budget:
+    best = _fastest(graph)
+    if best is None or least_bytes(graph) > budget:
         return None
-    if fastest.bytes <= budget:
-        return fastest
+    if best.bytes <= budget:
+        return best
     return _within(graph, budget, time_limit)
 
 
@@ -68,6 +68,18 @@ def least_bytes(graph: Graph) -> int:
         recomputed.
     """
     return _smallest(graph).bytes
+
+
+def fastest(graph: Graph) -> Keep:
+    """The fastest of all keep sets, and of these one of the fewest bytes.
+
+    Raises:
+      ValueError: as `least_bytes`.
+    """
+    found = _fastest(graph)
+    if found is None:
+        raise ValueError(_impossible(graph))
+    return found
 
 
 def price(graph: Graph, seconds_per_byte: float) -> Keep:

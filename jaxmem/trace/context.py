@@ -6,6 +6,7 @@ traced under other circumstances is traced again.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,14 @@ class _Circumstances:
     inside_region: bool = False
     record: Record | None = None
     platform: str | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # jax asks for it with every operation that it traces, and the plan of a step is large.
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
 
 _circumstances = jax.make_user_context(default_value=_Circumstances())

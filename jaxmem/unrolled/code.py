@@ -87,6 +87,22 @@ class Code:
         return tuple(filter(self._is_of_layers, found))
 
     @functools.cached_property
+    def _opened(self) -> tuple[ClosedJaxpr, dict[int, dict[Any, Any]]]:
+        """The code with inputs for the numbers that are written into layers of runs, each its own.
+
+        A key for dropout is made with such: without them layers are traced once.  And the numbers,
+        by operation and name.
+        """
+        places: dict[int, list[int]] = {}
+        for run in self.runs:
+            for offset in range(run.size):
+                several = [self.eqns[at + offset] for at in run.places[:-1]]
+                for operand in _jax.differing_literals(several):
+                    for at in run.places[:-1]:
+                        places.setdefault(at + offset, []).append(operand)
+        return _jax.with_literals_as_inputs(self.closed, places)
+
+    @functools.cached_property
     def given(self) -> frozenset[Any]:
         return self._inputs.union(*map(self._shared, self.runs))
 
@@ -197,23 +213,20 @@ class Code:
 
     def run(self, first: int, last: int, values: Sequence[Any]) -> list[Any]:
         """Evaluate a segment from what it `reads` to what it `gives`."""
-        return _jax.evaluate(
-            self.closed,
-            [None] * len(self.closed.jaxpr.invars),
-            special=reversed_by_places,
-            only=frozenset(range(first, last)),
-            given=dict(zip(self.reads(first, last), values, strict=True)),
-            outs=self.gives(first, last),
-            each=_named,
-        )
+        reads = self.reads(first, last)
+        return self._run(self.closed, first, last, dict(zip(reads, values, strict=True)))
 
     def traced(self, first: int, last: int, reads: Sequence[Any]) -> ClosedJaxpr:
-        """A segment as a jaxpr, from what it `reads` in this order to what it `gives`."""
-        order = self.reads(first, last)
+        """A segment as a jaxpr, from what it `reads` in this order to what it `gives`.
+
+        Args:
+          reads: with any of its `numbers`, for which there are inputs then.
+        """
+        several = set(reads).intersection(self.numbers(first, last))
+        closed = self._opened[0] if several else self.closed
 
         def run(*flat: Any) -> list[Any]:
-            values = dict(zip(reads, flat, strict=True))
-            return self.run(first, last, [values[var] for var in order])
+            return self._run(closed, first, last, dict(zip(reads, flat, strict=True)))
 
         return _jax.trace(run, [var.aval for var in reads])
 
@@ -225,14 +238,20 @@ class Code:
     def body(self, first: int, last: int) -> tuple[Body, int]:
         """A segment as the layer of a stack of one, given all that it `reads`, and its start.
 
-        One for all that are equal: with the place in the code of its own first operation.
+        And given its `numbers`.  One for all that are equal: with the place in the code of its own
+        first operation.
         """
         key = self.equal(first, last, exact=True)
         if key not in self._known_bodies:
-            reads = self.reads(first, last)
-            body = Body(self.traced(first, last, reads), len(reads), 0)
-            self._known_bodies[key] = body, first
+            reads, numbers = self.reads(first, last), self.numbers(first, last)
+            traced = self.traced(first, last, [*reads, *numbers])
+            self._known_bodies[key] = Body(traced, len(reads) + len(numbers), 0), first
         return self._known_bodies[key]
+
+    def numbers(self, first: int, last: int) -> dict[Any, Any]:
+        """What a `body` takes that is written into the code and differs from layer to layer."""
+        _, known = self._opened
+        return dict(pair for at in range(first, last) if at in known for pair in known[at].items())
 
     def layer(self, first: int, last: int) -> Layer:
         """A segment as a layer: parameters and what else is given first, then what is live.
@@ -257,6 +276,17 @@ class Code:
 
     # ------------------------------------------------------------ implementation
 
+    def _run(self, closed: ClosedJaxpr, first: int, last: int, given: Mapping[Any, Any]) -> list:
+        return _jax.evaluate(
+            closed,
+            [None] * len(closed.jaxpr.invars),
+            special=reversed_by_places,
+            only=frozenset(range(first, last)),
+            given=given,
+            outs=self.gives(first, last),
+            each=_named,
+        )
+
     def _equal_in_run(self, first: int, last: int, start: int) -> Hashable:
         """The same in a run that begins at `start`, and of which it is not known what is shared.
 
@@ -268,7 +298,8 @@ class Code:
     def _equal(self, first: int, last: int, given: frozenset[Any], exact: bool) -> Hashable:
         numbers: dict[Any, int] = {}
         rows: list[Hashable] = []
-        for eqn in self.eqns[first:last]:
+        eqns = self._opened[0].jaxpr.eqns if exact else self.eqns
+        for eqn in eqns[first:last]:
             ins = []
             for atom in eqn.invars:
                 if not _jax.is_var(atom):

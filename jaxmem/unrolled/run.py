@@ -113,7 +113,8 @@ def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
     def run(*given: Any) -> list[Any]:
         form = Form(body, 1, interleaved=True)
         stack = KeptSegment(form, Names(), keep=keep, offload=offload, known=code.known_layers)
-        return [out[0] for out in _jax.bind_stack(stack, given)]
+        numbers = code.numbers(piece.first, piece.last).values()
+        return [out[0] for out in _jax.bind_stack(stack, [*given, *numbers])]
 
     return run
 

@@ -433,3 +433,25 @@ def test_eager_calls_of_nnx_modules_are_traced_once():
     assert model.calls[...] == 3
     model.scale = 2.0
     chex.assert_trees_all_close(model(x), 2 * first[0])
+
+
+def test_a_plan_is_not_hashed_anew_for_each_operation(monkeypatch):
+    """jax asks for what holds while it traces with each operation; a step's plan is large."""
+    hashed = []
+    plain = jaxmem.policies.Revolve.__hash__
+
+    def counted(self):
+        hashed.append(self)
+        return plain(self)
+
+    def long(x):
+        for _ in range(200):
+            x = jnp.sin(x)
+        return x
+
+    monkeypatch.setattr(jaxmem.policies.Revolve, "__hash__", counted)
+    with jaxmem.use_policy("revolve", slots=903):
+        jaxmem.stacks(model, WEIGHTS, H)
+        before = len(hashed)
+        jax.make_jaxpr(long)(1.0)
+        assert len(hashed) - before < 50

@@ -51,12 +51,6 @@ def is_matmul(eqn: Any) -> bool:
     return eqn.primitive.name in MATMULS
 
 
-def is_elementwise(eqn: Any) -> bool:
-    """Whether each element of the results is made of one of each operand, or is only moved."""
-    name = eqn.primitive.name
-    return name in ELEMENTWISE or name in FREE or name in _SEVERAL
-
-
 # ---------------------------------------------------------------- elementwise
 
 
@@ -240,6 +234,9 @@ _SEVERAL: dict[str, Callable[[Any], int]] = {
     "one_minus_square": lambda eqn: 3 * _elementwise(eqn),
     "polynomial": _polynomial,
 }
+
+# Where each element of the results is made of one of each operand, or is only moved.
+OF_ELEMENTS = ELEMENTWISE | FREE | _SEVERAL.keys()
 
 RULES: dict[str, Callable[[Any], int]] = _SEVERAL | {
     "addupdate": _addition_to_reference,

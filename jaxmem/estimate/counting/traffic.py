@@ -78,21 +78,25 @@ def kind_of(eqn: Any) -> Kind:
 
     A call is what stands in it: `jax.nn.relu`, whose derivative is its own, is one that is fused.
     """
+    name = eqn.primitive.name
+    if (known := _KINDS.get(name)) is not None:
+        return known if known != "view" or eqn.invars else "fused"
     if (called := _jax.in_call(eqn)) is not None:
         kinds: set[Kind] = {kind_of(inner) for inner in called.jaxpr.eqns}
         if kinds <= {"fused", "view"}:
             return "fused" if "fused" in kinds else "view"
         return kinds.pop() if len(kinds) == 1 else "kernel"
-    name = eqn.primitive.name
-    if name == "dynamic_update_slice":
-        return "kernel"
-    if name in VIEWS and eqn.invars:
-        return "view"
-    if name in REDUCTIONS:
-        return "reduction"
-    if name not in APART and flops.is_elementwise(eqn):
-        return "fused"
     return "view" if _jax.name_given_by(eqn) is not None else "kernel"
+
+
+# Looked up most often of all that planning asks for.
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(flops.OF_ELEMENTS - APART, "fused"),
+    **dict.fromkeys(REDUCTIONS, "reduction"),
+    **dict.fromkeys(VIEWS, "view"),
+    **dict.fromkeys(flops.MATMULS, "kernel"),
+    "dynamic_update_slice": "kernel",
+}
 
 
 def _kind(op: Op) -> str:
