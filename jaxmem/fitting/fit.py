@@ -160,7 +160,7 @@ def fit(
 
 # ---------------------------------------------------------------- implementation
 
-# Seconds after which a compilation takes long.
+# Seconds after which tracing a plan and compiling it take long.
 _PATIENCE = 4.0
 # So much of what a budget leaves for temporaries may stay unused.
 _UNUSED = 0.02
@@ -263,10 +263,11 @@ class _Tried:
     def _reported(
         self, problem: StepProblem, candidate: int, searched: Searched | None
     ) -> MemoryReport:
-        own = problem.front[candidate]
+        own, start = problem.front[candidate], time.monotonic()
         if own not in self._begun:
             self._begun[own] = problem.begin(self._ask, candidate)
-        if not self._begun[own].answered(_PATIENCE):
+        # What takes long to trace takes long to compile.
+        if not self._begun[own].answered(max(_PATIENCE - (time.monotonic() - start), 0.0)):
             self._look_ahead(problem, candidate, searched)
         report = self._begun[own].result()
         del self._begun[own]  # only now: all that are begun are stopped if anything is raised

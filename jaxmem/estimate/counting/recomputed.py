@@ -8,6 +8,7 @@ jaxpr, so that all of these find nothing there.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
@@ -28,10 +29,11 @@ def two_levels(closed: ClosedJaxpr) -> tuple[str, ...]:
     only policies of jaxmem evaluate again, however often, is as planned and not listed.
     """
     forward: dict[Any, list[Op]] = defaultdict(list)
-    again: dict[Any, list[Op]] = defaultdict(list)
+    again: Mapping[Any, list[Op]] = defaultdict(list)
     for op in walk(closed).ops:
         if op.matmul_flops and op.place.recomputed:
             again[_key(op)].append(op)
+    again = {key: ops for key, ops in again.items() if not all(op.place.planned for op in ops)}
     if not again:
         return ()
     # If only gradients are asked for, the last layer's forward evaluation is dead code.
@@ -41,7 +43,7 @@ def two_levels(closed: ClosedJaxpr) -> tuple[str, ...]:
     lines = []
     for key, ops in again.items():
         first = forward.get(key)
-        if not first or all(op.place.planned for op in ops):
+        if not first:
             continue
         # jax moves what does not change out of the forward loop, not out of the backward one.
         moved = not any(op.place.looped for op in first) and all(op.place.looped for op in ops)

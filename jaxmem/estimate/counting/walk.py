@@ -7,6 +7,7 @@ body of a `shard_map` runs once for each shard, so that figures are global.
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,14 +24,22 @@ from jaxmem.estimate.counting.ops import Op, Place, Value, Walk, size_of
 
 def walk(closed: ClosedJaxpr, dead: bool = False) -> Walk:
     """All operations of a traced function that its results need; if `dead`, the others too."""
+    if not dead and (known := _LAST.get(closed)) is not None:
+        return known
     walker = _Walker()
     given = [_value(var) for var in closed.jaxpr.invars]
     outs = walker.call(closed if dead else _needed(closed), given, Place())
     walker.edge(outs, Place())
+    if not dead:
+        _LAST.clear()
+        _LAST[closed] = walker.found
     return walker.found
 
 
 # ---------------------------------------------------------------- implementation
+
+# The last program and its operations, which nobody changes: a report asks for them several times.
+_LAST: weakref.WeakKeyDictionary[ClosedJaxpr, Walk] = weakref.WeakKeyDictionary()
 
 
 def _needed(closed: ClosedJaxpr) -> ClosedJaxpr:
