@@ -135,13 +135,8 @@ def differing_literals(eqns: Sequence[Eqn]) -> list[int]:
         place
         for place, several in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True))
         if all(is_literal(atom) and not getattr(atom.aval, "weak_type", True) for atom in several)
-        and len({number_of(atom).tobytes() for atom in several}) > 1
+        and len({_number_of(atom).tobytes() for atom in several}) > 1
     ]
-
-
-def number_of(literal: Any) -> np.ndarray:
-    """The value of a number that is written into a jaxpr, in its own type."""
-    return np.asarray(literal.val, literal.aval.dtype)
 
 
 def with_literals_as_inputs(
@@ -160,6 +155,11 @@ def with_literals_as_inputs(
         numbers[at] = {}
         for operand in operands:
             literal, var = ins[operand], another(ins[operand])
-            numbers[at][var], ins[operand] = number_of(literal), var
+            numbers[at][var], ins[operand] = _number_of(literal), var
         eqns[at] = renamed(eqns[at], ins, eqns[at].outvars)
     return with_equations(closed, eqns), numbers
+
+
+def _number_of(literal: Any) -> np.ndarray:
+    """The value of a number that is written into a jaxpr, in its own type."""
+    return np.asarray(literal.val, literal.aval.dtype)

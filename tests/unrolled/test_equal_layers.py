@@ -89,6 +89,7 @@ def test_numbers_are_passed_on_to_the_last_bit() -> None:
     code = code_of(dropout, *arrays())
     (run,) = code.runs
     found = [int(value) for value in code.numbers(run.first, run.after).values()]
+    assert len(found) == run.count
     expected = [0x9E3779B9 * (number + 1) % 2**32 for number in range(9)]
     assert set(found) <= set(expected)
     assert all(value.dtype == np.uint32 for value in code.numbers(run.first, run.after).values())

@@ -8,7 +8,6 @@ jaxpr, so that all of these find nothing there.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
@@ -29,19 +28,19 @@ def two_levels(closed: ClosedJaxpr) -> tuple[str, ...]:
     only policies of jaxmem evaluate again, however often, is as planned and not listed.
     """
     forward: dict[Any, list[Op]] = defaultdict(list)
-    again: Mapping[Any, list[Op]] = defaultdict(list)
+    again: dict[Any, list[Op]] = defaultdict(list)
     for op in walk(closed).ops:
         if op.matmul_flops and op.place.recomputed:
             again[_key(op)].append(op)
-    again = {key: ops for key, ops in again.items() if not all(op.place.planned for op in ops)}
-    if not again:
+    unplanned = {key: ops for key, ops in again.items() if not all(op.place.planned for op in ops)}
+    if not unplanned:
         return ()
     # If only gradients are asked for, the last layer's forward evaluation is dead code.
     for op in walk(closed, dead=True).ops:
         if op.matmul_flops and not op.place.recomputed and not op.place.transposed:
             forward[_key(op)].append(op)
     lines = []
-    for key, ops in again.items():
+    for key, ops in unplanned.items():
         first = forward.get(key)
         if not first:
             continue
