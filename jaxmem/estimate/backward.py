@@ -34,6 +34,7 @@ class BackwardStep:
       waits: for what `recomputed` has to wait, as it makes something large: the gradients that it
         is for, and what the kernel before made, so that branches come one after the other.
       first: gradients that wait for the operation, which is done with something large.
+      reads: what `recomputed` takes from behind a barrier.
     """
 
     recomputed: range
@@ -41,6 +42,7 @@ class BackwardStep:
     anew: bool
     waits: tuple[Any, ...]
     first: tuple[Any, ...]
+    reads: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,16 @@ class Backward:
     tape: list[Any]
     gradients: list[Any]
     steps: tuple[BackwardStep, ...] = ()
+
+    @property
+    def fenced(self) -> set[Any]:
+        """Values that go through a barrier, see `interleaved_pullback`."""
+        found: set[Any] = set()
+        for step in self.steps:
+            found.update(step.reads, step.waits, step.first)
+            if step.first:
+                found.update(self.closed.jaxpr.eqns[step.operation].outvars)
+        return found
 
 
 # ---------------------------------------------------------------- API
@@ -82,7 +94,7 @@ def backward_of(layer: Layer, interleaved: bool = False) -> Backward:
         return Backward(closed, consts, xs, tape, gradients)
     order = _Order(closed, len(again), gradients)
     closed = _jax.with_equations(closed, order.eqns)
-    return Backward(closed, consts, xs, tape, gradients, tuple(order.steps))
+    return Backward(closed, consts, xs, tape, gradients, _with_reads(order.steps, order.eqns))
 
 
 def interleaved_pullback(
@@ -112,11 +124,11 @@ def interleaved_pullback(
             behind.clear()
         if step.recomputed:
             again = [closed.jaxpr.eqns[at] for at in step.recomputed]
-            reads = [var for var in _read(again) if var not in behind]
-            waits, later = tied([values[var] for var in step.waits], [values[var] for var in reads])
+            given = [values[var] for var in step.reads]
+            waits, later = tied([values[var] for var in step.waits], given)
             values.update(zip(step.waits, waits, strict=True))
-            behind.update(zip(reads, later, strict=True))
-            values.update((var, behind[var]) for var in reads if var not in parameters)
+            behind.update(zip(step.reads, later, strict=True))
+            values.update((var, behind[var]) for var in step.reads if var not in parameters)
             with jax.named_scope(_jax.RECOMPUTED):
                 found = _jax.evaluate_each(again, behind)
             # What is no kernel's is read in this step and not behind a barrier.
@@ -314,6 +326,20 @@ def _thin_products(eqns: Sequence[Any], count: int) -> set[int]:
             found.add(at)
             left -= products[at]
     return found
+
+
+def _with_reads(steps: Sequence[BackwardStep], eqns: Sequence[Any]) -> tuple[BackwardStep, ...]:
+    """Steps with what each reads that is not behind a barrier yet."""
+    behind: set[Any] = set()
+    found = []
+    for step in steps:
+        if step.anew:
+            behind.clear()
+        again = [eqns[at] for at in step.recomputed]
+        reads = tuple(var for var in _read(again) if var not in behind)
+        behind.update(reads, *(eqn.outvars for eqn in again))
+        found.append(dataclasses.replace(step, reads=reads))
+    return tuple(found)
 
 
 def _read(eqns: Sequence[Any]) -> list[Any]:

@@ -42,6 +42,7 @@ def peak_live(
     of_products: Collection[Any] = (),
     live_to_end: Collection[Any] = (),
     of_calls: Collection[Any] = (),
+    fenced: Collection[Any] = (),
     reduced: Mapping[Any, frozenset[Any]] = types.MappingProxyType({}),
 ) -> tuple[int, frozenset[Any]]:
     """The most bytes live at once, of what is computed, and which of `held` are then.
@@ -56,6 +57,7 @@ def peak_live(
         follows from the input, and make that in its place.
       live_to_end: of `held`, what is live to the end, since others read it later.
       of_calls: inputs that calls into a library made.
+      fenced: values that go through a barrier that is not in the program.
       reduced: of inputs, those whose rows were reduced for them in this program, see
         `rows_reduced`.
     """
@@ -66,6 +68,7 @@ def peak_live(
     lives = _Lives(closed, held, stored, rounded, cut_out, compiler)
     lives.reduce(reduced)
     waiting = set(copied)
+    lives.never_over(fenced)
     if compiler.calls_libraries:
         lives.never_over(of_calls)
     for at, eqn in enumerate(jaxpr.eqns):

@@ -124,6 +124,33 @@ def test_what_takes_long_to_compute_is_not_computed_twice(what: str) -> None:
     assert abs(off_of(found, ask, 0.0)) < 0.05
 
 
+@pytest.mark.parametrize("place", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
+def test_what_is_read_behind_a_barrier_is_not_written_over(place: float) -> None:
+    """Scores in float32 are as large as their gradient, and there next to it."""
+    found, ask = attention()
+    assert abs(off_of(found, ask, place)) < 0.03
+
+
+@functools.cache
+def attention() -> tuple[StepProblem, CompileRequest]:
+    """Three layers that attend in float32."""
+
+    def net(layers: Any, h: jax.Array) -> jax.Array:
+        for q, k, v in layers:
+            queries, keys = (_heads(h @ w).astype(jnp.float32) for w in (q, k))
+            shares = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / 8)
+            taken = jnp.einsum("bhqk,bkhd->bqhd", shares.astype(h.dtype), _heads(h @ v))
+            h = h + taken.reshape(h.shape)
+        return jnp.square(h.astype(jnp.float32)).mean()
+
+    w, h = Spec((256, 256), jnp.bfloat16), Spec((4, 1024, 256), jnp.bfloat16)
+    return plans_of(jaxmem.Job(jax.grad(jaxmem.remat_auto(net)), ([(w, w, w)] * 3, h)))
+
+
+def _heads(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:2], 4, 64)
+
+
 @pytest.mark.parametrize("place", [0.0, pytest.param(0.7, marks=pytest.mark.slow), 1.0])
 def test_convolutions_and_poolings_are_predicted(place: float) -> None:
     found, ask = vgg()
