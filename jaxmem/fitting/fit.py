@@ -4,8 +4,7 @@ The step is traced once to see what can be planned.  Solvers turn that into a Pa
 plans, from everything kept down to the least memory that any plan needs; the front does
 not depend on the budget.  Then the compiler of the target is asked for the real bytes of a
 few candidates, and the fastest one that fits is the answer, with the compiled program's report as
-its certificate.  The front that is searched is a choice of plans that differ well; between the best
-of them and the next faster one the search goes on among all that there are.
+its certificate.
 """
 
 import time
@@ -29,7 +28,7 @@ from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.shortfall import shortfall
 from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
 from jaxmem.report.report import MemoryReport
-from jaxmem.solve.search import Searched, SearchResult, refine, search, upcoming
+from jaxmem.solve.search import Searched, SearchResult, search, upcoming
 from jaxmem.solve.steps import StepCandidate
 from jaxmem.targets import CompileError
 
@@ -126,14 +125,16 @@ def fit(
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
     with Progress(progress, max_compiles) as say:
         say.doing("tracing the step, and planning what is decorated in it")
-        problem = build_problem(ask, allow_offload, cost)
+        built = build_problem(ask, allow_offload, cost)
+        problem = built.in_full()
+        apart = [problem.front.index(candidate) for candidate in built.front]
         say.planned(max_compiles, f"budget {size(budget)}")
         with _Tried(ask, budget, say, deadline, workers) as tried:
             try:
-                problem, best, closed = _searched(problem, tried, budget, max_compiles)
+                closed = _searched(problem, apart, tried, budget, max_compiles)
             except _OutOfTime:
-                best, closed = tried.best(problem), False
-    seen = tried.seen(problem)
+                closed = False
+    best, seen = tried.best(problem), tried.seen(problem)
     if best is None:
         least = min(seen, key=lambda candidate: seen[candidate])
         report = tried.report(problem, least)
@@ -164,9 +165,6 @@ def fit(
 _PATIENCE = 4.0
 # So much of what a budget leaves for temporaries may stay unused.
 _UNUSED = 0.02
-# Where more does, faster plans are tried that are expected to need no more than so much of it.
-_WASTED = 0.05
-_NEARBY = 1.15
 
 
 class _OutOfTime(Exception):
@@ -278,7 +276,7 @@ class _Tried:
         likely = [candidate]
         if searched is not None and self._workers > 1:
             told = {k: self._told(self.report(problem, k)) for k in self.seen(problem)}
-            likely = upcoming(searched, problem.predicted, self._budget, told, self._workers)
+            likely = upcoming(searched, problem.prediction, self._budget, told, self._workers)
         wanted = {problem.front[k]: k for k in likely}
         for one in self._begun.keys() - wanted.keys():
             self._begun.pop(one).stop()
@@ -289,70 +287,25 @@ class _Tried:
 
 
 def _searched(
-    problem: StepProblem, tried: _Tried, budget: int, most: int
-) -> tuple[StepProblem, int | None, bool]:
-    """The front that the best plan is on, its place there, and whether it is seen to be the best.
+    problem: StepProblem, apart: Sequence[int], tried: _Tried, budget: int, most: int
+) -> bool:
+    """Ask the compiler; returns whether the best plan is seen to be the best.
 
-    What is left of the compiles is spent on the plans between the best of the front and the next
-    faster one, and then, where much of the budget stays unused, on faster ones that could be
-    smaller than they are predicted to be.
+    Args:
+      apart: places of plans that differ well.
     """
-    found = tried.run(problem, lambda told: search(problem.predicted, budget, told, most))
-    best, left = tried.best(problem), most - len(found.seen)
-    if not best or best != found.candidate:
-        return problem, best, found.closed
-    refined = _refined(problem, best, found.closed, tried, budget, left)
-    return _probed(problem, tried, budget, most, *refined[:2]) or refined
+    enough = round(_UNUSED * max(budget - problem.fixed, 0))
 
-
-def _probed(
-    problem: StepProblem, tried: _Tried, budget: int, most: int, finer: StepProblem, best: int
-) -> tuple[StepProblem, int, bool] | None:
-    """A faster plan than the best one of `finer`, if much is unused and one is seen to fit."""
-    report, own = tried.report(finer, best), finer.front[best]
-    if budget - report.required_bytes <= _part(_WASTED, budget, report):
-        return None
-    seen = tried.seen(problem)
-    faster = [
-        place
-        for place, candidate in enumerate(problem.front)
-        if candidate.seconds < own.seconds and place not in seen
-    ]
-    while faster and len(tried.reports) < most:
-        expected, place = min((problem.prediction(place, seen), place) for place in faster)
-        if expected > _NEARBY * budget:
-            return None
-        faster.remove(place)
-        try:
-            seen[place] = tried.compiled(problem, place)
-        except _OutOfTime:
-            return None
-        if seen[place] <= budget:
-            # Between this and the next faster one nothing is looked at any more.
-            return problem, place, seen.get(place - 1, budget) > budget
-    return None
-
-
-def _part(share: float, budget: int, report: MemoryReport) -> int:
-    """So much of what a budget leaves for temporaries, in bytes."""
-    return round(share * (budget - report.required_bytes + report.temp_bytes))
-
-
-def _refined(
-    problem: StepProblem, best: int, closed: bool, tried: _Tried, budget: int, left: int
-) -> tuple[StepProblem, int, bool]:
-    """The same, looked for between the best of the front and the next faster one."""
-    report, finer = tried.report(problem, best), problem.finer(best)
-    enough = _part(_UNUSED, budget, report)
-    seen = tried.seen(finer)
-    try:
-        again = tried.run(
-            finer, lambda told: refine(finer.predicted, budget, told, seen, left, enough)
+    def searched(compiled: Callable[[int], int]) -> SearchResult:
+        return search(
+            problem.predicted,
+            budget,
+            compiled,
+            most,
+            enough=enough,
+            seconds=[candidate.seconds for candidate in problem.front],
+            kinds=problem.kinds,
+            apart=apart,
         )
-    except _OutOfTime:
-        known = tried.best(finer)
-        assert known is not None  # the slowest of these fits
-        return finer, known, False
-    assert again.candidate is not None
-    unused = budget - tried.report(finer, again.candidate).required_bytes
-    return finer, again.candidate, closed and (again.closed or unused <= enough)
+
+    return tried.run(problem, searched).closed

@@ -86,6 +86,14 @@ class Region:
         """
         raise NotImplementedError
 
+    def candidates_by_layer(self, several: bool, turn_bytes: int = 0) -> tuple[Candidate, ...]:
+        """Of those that recompute layers whole or keep all of them, what no other such one beats.
+
+        Args:
+          several, turn_bytes: as above.
+        """
+        return ()
+
     def counted_bytes(self, several: bool) -> int:
         """Of the results of the regions that this is, what `candidates` counts as kept."""
         return 0
@@ -210,10 +218,10 @@ class UnrolledRegion(Region):
     def candidates(
         self, several: bool, later_bytes: int, turn_bytes: int = 0
     ) -> tuple[Candidate, ...]:
-        return tuple(
-            UnrolledCandidate(plan.bytes, plan.seconds, kept_bytes=plan.kept_bytes, plan=plan)
-            for plan in self.chain.plans(several, self.uses.stacked, turn_bytes)
-        )
+        return _unrolled(self.chain.plans(several, self.uses.stacked, turn_bytes))
+
+    def candidates_by_layer(self, several: bool, turn_bytes: int = 0) -> tuple[Candidate, ...]:
+        return _unrolled(self.chain.plans_by_layer(several, self.uses.stacked, turn_bytes))
 
     def counted_bytes(self, several: bool) -> int:
         return self.uses.live * self.chain.result_bytes if several else 0
@@ -352,6 +360,13 @@ def unrolled_region(code: Code, label: str, roofline: Roofline, offload: bool) -
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _unrolled(plans: Sequence[HeldPlan]) -> tuple[UnrolledCandidate, ...]:
+    return tuple(
+        UnrolledCandidate(plan.bytes, plan.seconds, kept_bytes=plan.kept_bytes, plan=plan)
+        for plan in plans
+    )
 
 
 def _steps(candidate: Candidate) -> Steps:

@@ -1,7 +1,7 @@
 """What of a step can be planned, and the Pareto front of its plans; no compiler is asked."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -24,7 +24,7 @@ from jaxmem.policies import PipelineChoice, PipelineNote
 from jaxmem.report.advice import where_to_decorate
 from jaxmem.report.report import MemoryReport
 from jaxmem.solve.pareto import cost as cost_of
-from jaxmem.solve.pareto import pareto_optimal
+from jaxmem.solve.pareto import cost_of_part, pareto_optimal
 from jaxmem.solve.search import expected
 from jaxmem.solve.stacks import Candidate
 from jaxmem.solve.steps import StepCandidate, pareto_front, thinned_front
@@ -46,7 +46,10 @@ class StepProblem:
       candidates: of each region, for one of the stacks that it is.
       front: plans of the step, fastest first.
       whole: all that `front` was taken from, some of which are nearly alike.
+      by_layer: of the plans that recompute layers whole or keep all of them, those that no other
+        such one beats, of another kind than the rest; `whole` has some of them.
       others: about what all else in the step needs.
+      fixed: of `others`, arguments and results.
       devices: over how many devices its arrays are spread.
       partition: the mesh axis over which carries are stored split, "" for none.
       choice: how its pipelines run that leave it open; None if there are none.
@@ -60,7 +63,9 @@ class StepProblem:
     candidates: tuple[tuple[Candidate, ...], ...]
     front: tuple[StepCandidate, ...]
     whole: tuple[StepCandidate, ...]
+    by_layer: tuple[StepCandidate, ...]
     others: int
+    fixed: int
     devices: int
     target: str
     partition: str = ""
@@ -73,10 +78,16 @@ class StepProblem:
         """Bytes of each candidate on one device, before any compiler has spoken."""
         return [self.others + candidate.bytes for candidate in self.front]
 
-    def finer(self, candidate: int) -> "StepProblem":
-        """All plans from the next faster one of the front to this one."""
-        first, last = (self.whole.index(self.front[k]) for k in (candidate - 1, candidate))
-        return dataclasses.replace(self, front=self.whole[first : last + 1])
+    @property
+    def kinds(self) -> list[str]:
+        """Of each candidate."""
+        return [candidate.kind for candidate in self.front]
+
+    def in_full(self) -> "StepProblem":
+        """The same with all plans on the front, also those that others are predicted to beat."""
+        found = {*self.whole, *self.by_layer}
+        front = sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kind, one.picks))
+        return dataclasses.replace(self, front=tuple(front))
 
     def plan(self, candidate: int) -> StepPlan:
         from jaxmem._util.version import __version__
@@ -109,10 +120,10 @@ class StepProblem:
         """The step under a plan, its report on the way."""
         return ask.begin(self.plan(candidate))
 
-    def prediction(self, candidate: int, seen: dict[int, int]) -> int:
+    def prediction(self, candidate: int, seen: Mapping[int, int]) -> int:
         """Bytes predicted for a candidate, given what the others that were compiled came to."""
         others = {other: size for other, size in seen.items() if other != candidate}
-        return expected(candidate, self.predicted, others)
+        return expected(candidate, self.predicted, others, self.kinds)
 
 
 # ---------------------------------------------------------------- API
@@ -153,6 +164,7 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
 _WORTH_SPLITTING = 0.02
 # In parts of a forward and a backward pass.
 _LATER = 1e-6
+_BY_LAYER = "by layer"
 
 
 def _merged(variants: Sequence[StepProblem]) -> StepProblem:
@@ -167,20 +179,33 @@ def _merged(variants: Sequence[StepProblem]) -> StepProblem:
         max(seconds, plain[0]) if own.choice == first.choice else seconds
         for seconds, own in zip(plain, variants, strict=True)
     ]
-    several = [
-        dataclasses.replace(
+
+    def of(number: int, one: StepCandidate) -> StepCandidate:
+        return dataclasses.replace(
             one,
-            bytes=one.bytes + own.others - first.others,
+            bytes=one.bytes + variants[number].others - first.others,
             # Of ways that take the same the first one comes first.
             seconds=one.seconds + plain[number] - min(plain) + number * _LATER * plain[0],
             variant=number,
         )
-        for number, own in enumerate(variants)
-        for one in own.whole
-    ]
-    whole = tuple(pareto_optimal(several, cost_of, rank=lambda one: one.variant))
+
+    whole, by_layer = (
+        tuple(
+            pareto_optimal(
+                [of(number, one) for number, own in enumerate(several) for one in own],
+                costs,
+                rank=lambda one: one.variant,
+            )
+        )
+        for several, costs in (
+            ([own.whole for own in variants], cost_of),
+            ([own.by_layer for own in variants], cost_of_part),
+        )
+    )
     front = thinned_front(whole, first.others)
-    return dataclasses.replace(first, front=front, whole=whole, variants=tuple(variants))
+    return dataclasses.replace(
+        first, front=front, whole=whole, by_layer=by_layer, variants=tuple(variants)
+    )
 
 
 def _built(
@@ -233,9 +258,18 @@ def _built(
     turn = collector.turn(step)
     # The region that is reversed first has the loss next to what it keeps.
     last = turn.bytes * devices // regions[-1].of_one_device(devices, devices)
-    candidates = tuple(
+    turns = [*[0] * (len(regions) - 1), last]
+    fastest = [
         region.candidates(several, min(gradients, region.param_bytes), turn_bytes)
-        for region, turn_bytes in zip(regions, [*[0] * (len(regions) - 1), last], strict=True)
+        for region, turn_bytes in zip(regions, turns, strict=True)
+    ]
+    by_layer = [
+        region.candidates_by_layer(several, turn_bytes)
+        for region, turn_bytes in zip(regions, turns, strict=True)
+    ]
+    candidates = tuple(
+        (*first, *(one for one in more if one not in first))
+        for first, more in zip(fastest, by_layer, strict=True)
     )
     options = [
         [_several(candidate, region, devices) for candidate in own]
@@ -257,12 +291,23 @@ def _built(
     counted = several and isinstance(regions[-1], UnrolledRegion)  # what the last one gives
     # Stacks of gradients are made when the backward pass comes to their loops.
     ahead = turn.bytes - counted * turn.given_bytes - gradients - turn.waiting_bytes
-    whole = pareto_front(options, turn_bytes=ahead)
+    whole = pareto_front(options, turn_bytes=ahead, places=[range(len(own)) for own in fastest])
+    layered: tuple[StepCandidate, ...] = ()
+    if any(by_layer):
+        places = [
+            [all_.index(one) for one in own or first]
+            for all_, own, first in zip(candidates, by_layer, fastest, strict=True)
+        ]
+        # Of two that need the same at the peak the one that keeps less is the safer.
+        found = pareto_front(options, turn_bytes=ahead, places=places, costs=cost_of_part)
+        layered = tuple(dataclasses.replace(one, kind=_BY_LAYER) for one in found)
+        known = {one.picks: one for one in layered}
+        whole = tuple(known.get(one.picks, one) for one in whole)
     front = thinned_front(whole, others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
     problem = StepProblem(
-        program, regions, candidates, front, whole, others, devices, name, partition,
-        choice or next(iter(collector.choices), None), tuple(collector.pipelines),
+        program, regions, candidates, front, whole, layered, others, fixed, devices, name,
+        partition, choice or next(iter(collector.choices), None), tuple(collector.pipelines),
     )  # fmt: skip
     if partition or choice is not None:
         return problem, [], []

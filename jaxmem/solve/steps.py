@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from jaxmem.solve.pareto import cost, cost_of_part, pareto_optimal
@@ -30,6 +30,7 @@ class StepCandidate:
       picks: which candidate of each stack.
       kept_bytes: live when the forward pass is done.
       variant: which of several ways to run the stacks these are plans for.
+      kind: plans of the same are predicted as well as each other.
     """
 
     bytes: int
@@ -37,13 +38,18 @@ class StepCandidate:
     picks: tuple[int, ...]
     kept_bytes: int = 0
     variant: int = 0
+    kind: str = ""
 
 
 # ---------------------------------------------------------------- API
 
 
 def pareto_front(
-    stacks: Sequence[Sequence[Candidate]], most: int = 400, turn_bytes: int = 0
+    stacks: Sequence[Sequence[Candidate]],
+    most: int = 400,
+    turn_bytes: int = 0,
+    places: Sequence[Sequence[int]] | None = None,
+    costs: Callable[[StepCandidate], tuple[float, ...]] = cost,
 ) -> tuple[StepCandidate, ...]:
     """The plans for a step that no other beats in bytes and seconds, fastest first.
 
@@ -52,12 +58,15 @@ def pareto_front(
       most: how many partial plans are gone on with after each stack.
       turn_bytes: live next to what all of them keep, when the last one has been evaluated and
         none has been reversed.
+      places: which candidates of each stack are taken, fastest first; None for all.
+      costs: what a plan for the step costs.
     """
     found = [StepCandidate(0, 0.0, (), 0)]
     each = most // 4 if len(stacks) > 1 else max(map(len, stacks), default=0)
     for number, one in enumerate(stacks):
         last = number == len(stacks) - 1
-        offered = _thinned(list(enumerate(one)), one, each)
+        taken = range(len(one)) if places is None else places[number]
+        offered = _thinned([(k, one[k]) for k in taken], [one[k] for k in taken], each)
         grown = [
             StepCandidate(
                 bytes=max(
@@ -72,7 +81,7 @@ def pareto_front(
             for candidate in found
             for place, c in offered
         ]
-        found = pareto_optimal(grown, cost if last else cost_of_part)
+        found = pareto_optimal(grown, costs if last else cost_of_part)
         found = found if last else _thinned(found, found, most)
     return tuple(found)
 

@@ -95,6 +95,7 @@ class Chain:
         self._single, self._merged = single, stages
         self._shared_bytes = code.shared_bytes()
         self._known_stored: dict[Kept, dict[int, Any]] = {}
+        self._by_layer: dict[tuple[bool, bool, int], list[HeldPlan]] = {}
         table = solve_chain(single, slots=200, carried=self._carried, merged=stages)
         self.found = tuple(self._reestimated(table))
 
@@ -132,14 +133,28 @@ class Chain:
         if several:
             ways += [self._again(plan) for plan in self.found]
         plans = [self._held(plan, several, stacked) for plan in ways]
-
-        def needed(plan: HeldPlan) -> int:
-            return max(plan.bytes, plan.kept_bytes + turn_bytes)
-
-        chain = self.cuts, self.code.runs, self._single, self._merged
-        held = functools.partial(self.held, several=several, stacked=stacked)
-        plans += whole_layers(*chain, held, needed)
+        plans += self.plans_by_layer(several, stacked, turn_bytes)
         return pareto_optimal(plans, cost_of_part if several or turn_bytes else cost)
+
+    def plans_by_layer(
+        self, several: bool = False, stacked: bool = False, turn_bytes: int = 0
+    ) -> list[HeldPlan]:
+        """Of those that recompute layers whole or keep all of them, what no other such one beats.
+
+        `plans` has those of these that no plan beats.
+        """
+        key = several, stacked, turn_bytes
+        if key not in self._by_layer:
+
+            def needed(plan: HeldPlan) -> int:
+                return max(plan.bytes, plan.kept_bytes + turn_bytes)
+
+            chain = self.cuts, self.code.runs, self._single, self._merged
+            held = functools.partial(self.held, several=several, stacked=stacked)
+            found = whole_layers(*chain, held, needed)
+            # Of two that need the same at the peak the one that keeps less is the safer.
+            self._by_layer[key] = pareto_optimal(found, cost_of_part)
+        return list(self._by_layer[key])
 
     def held(self, steps: Steps, several: bool = False, stacked: bool = False) -> HeldPlan:
         """The plan of these steps, with what it needs and holds; see `plans`."""

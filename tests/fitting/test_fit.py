@@ -776,9 +776,13 @@ def test_what_is_left_of_the_compiles_is_spent_on_finer_plans(
 
 def test_the_search_ends_when_its_time_is_over_and_a_plan_fits() -> None:
     least, most = least_and_most()
-    found = fit(step, *specs(), budget=(least + most) // 2, max_seconds=1e-6, max_compiles=6)
+    shares = (place / 8 for place in range(1, 8))
+    budgets = [round(least ** (1 - share) * most**share) for share in shares]
+    whole = [fit(step, *specs(), budget=budget, max_compiles=6) for budget in budgets]
+    longest = max(whole, key=lambda fitted: fitted.compiles)
+    found = fit(step, *specs(), budget=longest.budget, max_seconds=1e-6, max_compiles=6)
     assert found.report.required_bytes <= found.budget
-    assert found.compiles < fit(step, *specs(), budget=found.budget, max_compiles=6).compiles
+    assert found.compiles < longest.compiles
     assert "the compiles allowed did not suffice" in str(found.explain())
 
 

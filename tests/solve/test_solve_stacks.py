@@ -328,9 +328,9 @@ def test_a_faster_candidate_that_was_predicted_to_need_hardly_more_is_tried() ->
 
 def test_everything_kept_is_asked_for_if_it_may_fit() -> None:
     """It is less well predicted than plans that recompute something."""
-    predicted, truth = [50, 40, 35, 30], [41, 43, 36, 30]
-    assert search(predicted, 42, truth.__getitem__).candidate == 0
-    assert list(search(predicted, 39, truth.__getitem__).seen) == [2, 1]
+    predicted, truth = [430, 400, 350, 300], [410, 425, 360, 300]
+    assert search(predicted, 420, truth.__getitem__).candidate == 0
+    assert list(search(predicted, 390, truth.__getitem__).seen) == [2, 1]
 
 
 def test_the_least_is_looked_for_among_those_predicted_to_be_near_it():
@@ -340,6 +340,34 @@ def test_the_least_is_looked_for_among_those_predicted_to_be_near_it():
     assert min(found.seen.values()) == 84
     assert search(predicted, 85, truth.__getitem__).candidate == 2
     assert list(search(predicted, 85, truth.__getitem__, 1).seen) == [4]
+
+
+def test_next_to_nothing_may_stay_unused() -> None:
+    """Among steps that are hardly apart no question is spent on the next one."""
+    truth = [1000 - k for k in range(500)]
+    predicted = [round(0.97 * size) for size in truth]
+    found = search(predicted, 700, truth.__getitem__, enough=14)
+    assert found.closed
+    assert len(found.seen) == 2
+    assert found.candidate is not None
+    assert 686 < truth[found.candidate] <= 700
+    # A next one that spares much is worth a question, if it may fit.
+    truth, seconds = [100, 70, 69], [0.0, 1.0, 2.0]
+    assert search([100, 71, 69], 70, truth.__getitem__, enough=2, seconds=seconds).candidate == 1
+
+
+def test_what_one_kind_of_plans_is_off_says_nothing_of_another() -> None:
+    predicted, truth = [100, 90, 91, 70, 60, 50], [130, 126, 91, 100, 60, 70]
+    found = search(predicted, 92, truth.__getitem__, kinds="aababa")
+    assert (found.candidate, list(found.seen), found.closed) == (2, [1, 2], True)
+    assert list(search(predicted, 92, truth.__getitem__).seen)[:2] != [1, 2]
+
+
+def test_where_much_is_unused_candidates_that_differ_well_are_tried() -> None:
+    """Between what does not fit and what leaves half of the budget a faster one fits after all."""
+    predicted, truth = [200, 104, 103, 50], [200, 95, 105, 50]
+    assert search(predicted, 100, truth.__getitem__, apart=[1]).candidate == 1
+    assert search(predicted, 100, truth.__getitem__, 2, apart=[1]).candidate == 3
 
 
 def test_one_candidate() -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import jax
+import pytest
 from helpers import encoder_decoder
 from helpers.budgeted import problem, question
 
@@ -11,6 +13,7 @@ from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.regions import UnrolledRegion
 from jaxmem.fitting.step_problem import StepProblem
 from jaxmem.solve.stages import ChainPlan, Kept, Option, Recomputed, Stage, Steps, extra_seconds
+from jaxmem.unrolled.plan import UnrolledPlan
 from jaxmem.unrolled.runs import Run, find_runs
 from jaxmem.unrolled.whole import whole_layers
 
@@ -108,3 +111,35 @@ def test_what_layers_recomputed_whole_need_is_predicted() -> None:
     report = ask.begin(dataclasses.replace(everything, regions=(own,))).result()
     missed = abs(found.others + plan.bytes - report.required_bytes)
     assert missed < 0.06 * report.temp_bytes
+
+
+def test_plans_by_layer_are_asked_for_though_others_are_predicted_to_need_less() -> None:
+    found, _ = planned()
+    least = found.by_layer[-1]
+    assert any(one.bytes <= least.bytes and one.seconds < least.seconds for one in found.whole)
+    place = found.in_full().front.index(least)
+    [region] = found.in_full().plan(place).regions
+    assert isinstance(region.plan, UnrolledPlan)
+    # All of them recomputed whole is among these, as it keeps the least.
+    assert all(piece.inner for piece in region.plan.pieces)
+    assert {one.kind for one in found.by_layer} == {"by layer"}
+    assert {one.kind for one in found.in_full().front} == {"", "by layer"}
+
+
+@pytest.mark.slow
+def test_no_more_is_needed_than_with_a_checkpoint_around_each_layer() -> None:
+    """But for 1 %: gradients of what the first and the last layers share are summed up later."""
+    specs = encoder_decoder.specs()
+    by_hand = encoder_decoder.step(lambda f: f, jax.checkpoint)
+    own = jaxmem.memory_report(by_hand, *specs, target=TARGET, donate_argnums=0)
+    fitted = jaxmem.fit(
+        encoder_decoder.step(jaxmem.remat_auto),
+        *specs,
+        budget=round(1.01 * own.required_bytes),
+        target=TARGET,
+        donate_argnums=0,
+        progress=False,
+    )
+    assert fitted.report.matmul_flops is not None
+    assert own.matmul_flops is not None
+    assert fitted.report.matmul_flops <= own.matmul_flops
