@@ -163,8 +163,10 @@ def fit(
 
 # Seconds after which tracing a plan and compiling it take long.
 _PATIENCE = 4.0
-# So much of what a budget leaves for temporaries may stay unused.
+# So much of what a budget leaves for temporaries may stay unused, unless a plan that is expected to
+# fit spares more than so much of a step's time.
 _UNUSED = 0.02
+_SPARED = 0.001
 
 
 class _OutOfTime(Exception):
@@ -304,6 +306,7 @@ def _searched(
             most,
             enough=enough,
             seconds=[candidate.seconds for candidate in problem.front],
+            worth=_SPARED * problem.plain_seconds,
             kinds=problem.kinds,
             apart=apart,
         )

@@ -35,7 +35,8 @@ class Explanation:
       extra_seconds: what is recomputed or moved costs so much, by the roofline; in a pipeline, also
         by how much its stages wait longer than in the fastest of its ways.
       gap: by how much, relative to `extra_seconds`, a layer's choice could still be better.
-      closed: whether the next faster plan was compiled and seen not to fit.
+      closed: whether next to nothing of the budget is unused, or the next faster plan was compiled
+        and seen not to fit.
       partition: the mesh axis over which the plan stores carries split, "" for none.
       microbatches, schedule: of pipelines that leave them open; 0 and "" where there are none.
     """

@@ -79,6 +79,13 @@ class StepProblem:
         return [self.others + candidate.bytes for candidate in self.front]
 
     @property
+    def plain_seconds(self) -> float:
+        """Of a forward and a backward pass of all regions, nothing recomputed."""
+        return sum(
+            region.uses.times * region.passes[0] * region.plain_seconds for region in self.regions
+        )
+
+    @property
     def kinds(self) -> list[str]:
         """Of each candidate."""
         return [candidate.kind for candidate in self.front]
@@ -170,10 +177,7 @@ _BY_LAYER = "by layer"
 def _merged(variants: Sequence[StepProblem]) -> StepProblem:
     """One problem of several ways to run the same step."""
     first = variants[0]
-    plain = [
-        sum(region.uses.times * region.passes[0] * region.plain_seconds for region in own.regions)
-        for own in variants
-    ]
+    plain = [own.plain_seconds for own in variants]
     # That carries are split makes nothing faster.
     plain = [
         max(seconds, plain[0]) if own.choice == first.choice else seconds

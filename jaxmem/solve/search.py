@@ -48,6 +48,7 @@ def search(
     *,
     enough: int = 0,
     seconds: Sequence[float] = (),
+    worth: float = 0.0,
     kinds: Sequence[Hashable] = (),
     apart: Sequence[int] = (),
 ) -> SearchResult:
@@ -60,6 +61,7 @@ def search(
       most: how often `compiled` may be asked.
       enough: so many bytes may stay unused.
       seconds: of each candidate; none for steps that are worth the same.
+      worth: what would spare no more seconds than this is not worth a question.
       kinds: of each candidate; none for a single one.
       apart: candidates that differ well, to be tried where much stays unused.
 
@@ -71,9 +73,8 @@ def search(
     >>> search([95, 85], 72, truth.__getitem__).candidate is None
     True
     """
-    one = _Search(
-        predicted, budget, compiled, most, enough, seconds or range(len(predicted)), kinds
-    )
+    times = seconds or range(len(predicted))
+    one = _Search(predicted, budget, compiled, most, enough, times, worth, kinds)
     one.approach()
     if one.best is None:
         one.look_for_the_least()
@@ -170,10 +171,10 @@ _ROOM = 1.25
 _NEAR = 1.03
 # Where more than this times what is enough stays unused, faster candidates are tried that are
 # expected to need no more than so many times the budget.
-_WASTED = 2.5
-_NEARBY = 1.1
+_WASTED = 1.5
+_NEARBY = 1.12
 # A next faster candidate that spares so much of the extra seconds is worth a question of its own.
-_WORTH = 0.05
+_STEP = 0.05
 
 
 @dataclasses.dataclass(eq=False)
@@ -186,6 +187,7 @@ class _Search:
     most: int
     enough: int
     seconds: Sequence[float]
+    worth: float
     kinds: Sequence[Hashable]
     seen: dict[int, int] = dataclasses.field(default_factory=dict)
     # Of each kind, the slowest candidate that is too large.
@@ -261,6 +263,11 @@ class _Search:
         assert self.best is not None
         return self.budget - self.seen[self.best]
 
+    def _spared(self, candidate: int) -> float:
+        """By how many seconds it is faster than the best."""
+        assert self.best is not None
+        return self.seconds[self.best] - self.seconds[candidate]
+
     def _kind(self, candidate: int) -> Hashable:
         return self.kinds[candidate] if self.kinds else None
 
@@ -295,11 +302,15 @@ class _Search:
     def _guess(self, open_: Sequence[int]) -> int | None:
         """What is asked for next; None if there is nothing more to know."""
         best, nearest = self.best, open_[-1]
-        if best is not None and self._unused < self.enough:
-            spared = self.seconds[best] - self.seconds[nearest]
-            is_near = self._expected(nearest) <= self.budget + self.enough
-            return nearest if is_near and spared > _WORTH * self.seconds[best] else None
+        if best is not None and self._spared(open_[0]) <= self.worth:
+            return None
         sizes = {k: self._expected(k) for k in open_}
+        if best is not None and self._unused < self.enough:
+            is_near = sizes[nearest] <= self.budget + self.enough
+            if is_near and self._spared(nearest) > _STEP * self.seconds[best]:
+                return nearest
+            likely = next((k for k, size in sizes.items() if size <= self.budget), best)
+            return likely if self._spared(likely) > self.worth else None
         # The more was too large, the further below the budget it is better to aim.
         aim = self.budget - (1 + len(self.seen) * (best is None)) * self.enough // 2
         for limit in (aim, self.budget):

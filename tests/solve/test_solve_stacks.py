@@ -346,11 +346,14 @@ def test_next_to_nothing_may_stay_unused() -> None:
     """Among steps that are hardly apart no question is spent on the next one."""
     truth = [1000 - k for k in range(500)]
     predicted = [round(0.97 * size) for size in truth]
-    found = search(predicted, 700, truth.__getitem__, enough=14)
+    found = search(predicted, 700, truth.__getitem__, enough=14, worth=20)
     assert found.closed
     assert len(found.seen) == 2
     assert found.candidate is not None
     assert 686 < truth[found.candidate] <= 700
+    # But where it would spare much: what is expected to fit is asked for, down to the last.
+    found = search(predicted, 700, truth.__getitem__, enough=14)
+    assert (found.candidate, len(found.seen)) == (300, 3)
     # A next one that spares much is worth a question, if it may fit.
     truth, seconds = [100, 70, 69], [0.0, 1.0, 2.0]
     assert search([100, 71, 69], 70, truth.__getitem__, enough=2, seconds=seconds).candidate == 1
