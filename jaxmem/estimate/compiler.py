@@ -35,6 +35,8 @@ class Compiler:
         reduced to (a softmax, a norm, and their derivatives), and does not write over them.
       sums_late: a product whose result is summed over devices, and that nothing reads before the
         end of the backward pass, is computed there, piece by piece, so that its operands wait.
+      holds_fenced: outside of loops, what goes through a barrier of the backward pass is not
+        written over.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which
         does not write over that array.
     """
@@ -55,6 +57,7 @@ class Compiler:
     reduces_inside: bool = False
     merges_readers: bool = False
     sums_late: bool = False
+    holds_fenced: bool = False
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
@@ -66,6 +69,7 @@ GPU = Compiler(
     turns_stacks=True,
     reduces_inside=True,
     merges_readers=True,
+    holds_fenced=True,
 )
 TPU = Compiler(
     counts_operations=True,

@@ -324,11 +324,18 @@ class _Search:
         return nearest if near else None
 
     def _last_resort(self, guess: int) -> int:
-        """The guess, or where it is the last question and nothing fits, the least of all."""
+        """The guess, or where it is the last question and nothing fits, the least of all.
+
+        Before that, where predictions were too small, what is halfway to it.
+        """
         far = self.seen or self.predicted[guess] > self.budget / _ROOM
-        if self.best is not None or self._left > 1 or not far:
+        if self.best is not None or self._left > 1 + bool(self.seen) or not far:
             return guess
-        return min(self._open(), key=lambda k: (self.predicted[k], -k))
+        least = min(self._open(), key=lambda k: (self.predicted[k], -k))
+        if self._left == 1:
+            return least
+        halfway = (self.predicted[guess] + self.predicted[least]) / 2
+        return next(k for k in self._open() if self.predicted[k] <= halfway)
 
 
 class _Unknown(Exception):
