@@ -68,7 +68,8 @@ def peak_live(
     lives = _Lives(closed, held, stored, rounded, cut_out, compiler)
     lives.reduce(reduced)
     waiting = set(copied)
-    lives.never_over(fenced)
+    if compiler.holds_fenced:
+        lives.never_over(fenced)
     if compiler.calls_libraries:
         lives.never_over(of_calls)
     for at, eqn in enumerate(jaxpr.eqns):

@@ -140,7 +140,7 @@ def reversal_peak(
         of_products=rounded,
         live_to_end=live_to_end,
         of_calls=[var for var in backward.tape if _by_library(layer, var)],
-        fenced=backward.fenced if barriers and compiler.holds_fenced else (),
+        fenced=backward.fenced if barriers else (),
     )
 
 

@@ -316,14 +316,14 @@ class _Search:
         for limit in (aim, self.budget):
             for k, size in sizes.items():
                 if size <= limit:
-                    return self._last_resort(k)
+                    return self._last_resort(k, open_)
         if best is None:
-            return self._last_resort(min(sizes, key=lambda k: (sizes[k], -k)))
+            return self._last_resort(min(sizes, key=lambda k: (sizes[k], -k)), open_)
         # To have seen that it does not fit.
         near = nearest == best - 1 or sizes[nearest] <= self.budget * _NEAR
         return nearest if near else None
 
-    def _last_resort(self, guess: int) -> int:
+    def _last_resort(self, guess: int, open_: Sequence[int]) -> int:
         """The guess, or where it is the last question and nothing fits, the least of all.
 
         Before that, where predictions were too small, what is halfway to it.
@@ -331,11 +331,11 @@ class _Search:
         far = self.seen or self.predicted[guess] > self.budget / _ROOM
         if self.best is not None or self._left > 1 + bool(self.seen) or not far:
             return guess
-        least = min(self._open(), key=lambda k: (self.predicted[k], -k))
+        least = min(open_, key=lambda k: (self.predicted[k], -k))
         if self._left == 1:
             return least
         halfway = (self.predicted[guess] + self.predicted[least]) / 2
-        return next(k for k in self._open() if self.predicted[k] <= halfway)
+        return next(k for k in open_ if self.predicted[k] <= halfway)
 
 
 class _Unknown(Exception):
