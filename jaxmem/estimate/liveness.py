@@ -327,6 +327,9 @@ class _Lives:
         # Which arrays' rows were reduced for a value, and which elementwise results it needs.
         self._reduced: dict[Any, frozenset[Any]] = {}
         self._since: dict[Any, frozenset[Any]] = {}
+        # What kernels have copies of, in another order of axes; and reductions, with their sizes.
+        self._turned = read_turned(jaxpr) if compiler.merges_readers else set()
+        self._reductions: list[tuple[int, Any, int]] = []
         # Of inputs and of what is in memory but the results of matrix products, what each value is
         # or is computed from; and what each operation reads.
         self._sources: dict[Any, frozenset[Any]] = {}
@@ -418,7 +421,10 @@ class _Lives:
             in_memory = frozenset() if eqn.primitive.name == "dot_general" else frozenset(made)
             self._sources.update((var, in_memory if made else read) for var in eqn.outvars)
             since = _union(self._since.get(atom, _NONE) for atom in atoms)
-            self._since.update((var, since.union(made if fused else ())) for var in eqn.outvars)
+            noted = fused or kind == "reduction"
+            self._since.update((var, since.union(made if noted else ())) for var in eqn.outvars)
+            if kind == "reduction":
+                self._reductions.append((at, eqn.outvars[0], eqn.invars[0].aval.size))
         if fused:
             self._over.append((at, behind - reduced, made))
 
@@ -471,7 +477,8 @@ class _Lives:
         Both are elementwise, and read the same array; the later one does not need the other's
         result, which is made with its own.  XLA looks for such behind each array but the results of
         matrix products, so that they have to read something else together, too, if these are one:
-        what its rows were reduced to.
+        what its rows were reduced to.  What is done with a reduction cannot be with what needs that,
+        and is no earlier either.
         """
         shared: set[Any] = set()
         if not self._compiler.merges_readers:
@@ -482,12 +489,28 @@ class _Lives:
                 seen = self._read_at[at] & self._read_at[before]
                 both = {var for var in behind & others | seen if {var.aval.size} == sizes}
                 if both and seen and not self._needs(made, earlier):
-                    shared |= both
+                    if not self._needs(made, self._done_with(before, earlier)):
+                        shared |= both
                     for var in earlier:
                         self._last[var] = max(self._last[var], at)
         return shared
 
-    def _needs(self, made: Sequence[Any], earlier: Sequence[Any]) -> bool:
+    def _done_with(self, at: int, made: Sequence[Any]) -> set[Any]:
+        """The reductions that one kernel does as it computes these.
+
+        Nothing is, for what it is to lie in another order of axes in the end.
+        """
+        if not self._turned.isdisjoint(made):
+            return set()
+        sizes = {var.aval.size for var in made}
+        return {
+            var
+            for other, var, size in self._reductions
+            if size in sizes and self._read_at[other] & self._read_at[at]
+            if not self._needs([var], made) and not self._needs(made, [var])
+        }
+
+    def _needs(self, made: Iterable[Any], earlier: Collection[Any]) -> bool:
         return any(self._since.get(var, frozenset()).intersection(earlier) for var in made)
 
     def _round_at_once(self, var: Any, behind: frozenset[Any], at: int, changes: list[int]) -> None:

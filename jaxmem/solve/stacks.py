@@ -183,9 +183,7 @@ def _kept(
         peak = np.where(others == 1, np.maximum(peak, stored + alone - ahead), peak)
         if tail:
             ahead = np.where((count > 1) | (others > 1), later, 0)
-            # Of a single layer, what it takes where it is in a loop, if that is more.
-            own = np.maximum(work[first], np.where(others > 0, work[second], 0))
-            peak = np.maximum(peak, stored + np.maximum(loose, own) - ahead)
+            peak = np.maximum(peak, stored + loose - ahead)
         total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
         whole = stored + tail * loose
         # Of all that need no less, only the fastest is of use.
