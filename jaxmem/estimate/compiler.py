@@ -35,6 +35,8 @@ class Compiler:
         reduced to (a softmax, a norm, and their derivatives), and does not write over them.
       sums_late: a product whose result is summed over devices, and that nothing reads before the
         end of the backward pass, is computed there, piece by piece, so that its operands wait.
+      frees_early: in loops, products that no other waits for, as the gradients of parameters, are
+        computed as soon as what they read is there, if less is live then.
       holds_fenced: outside of loops, what goes through a barrier of the backward pass is not
         written over.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which
@@ -58,6 +60,7 @@ class Compiler:
     merges_readers: bool = False
     sums_late: bool = False
     holds_fenced: bool = False
+    frees_early: bool = False
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
@@ -70,6 +73,7 @@ GPU = Compiler(
     reduces_inside=True,
     merges_readers=True,
     holds_fenced=True,
+    frees_early=True,
 )
 TPU = Compiler(
     counts_operations=True,

@@ -40,7 +40,10 @@ def working_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
     """
     backward = backward_of(layer)
     copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape)
-    return peak_live_bytes(backward.closed, copied=copied, compiler=compiler)
+    orders = [backward.closed]
+    if compiler.frees_early:
+        orders.append(freed_early(backward.closed))
+    return min(peak_live_bytes(closed, copied=copied, compiler=compiler) for closed in orders)
 
 
 def layout_copy_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
@@ -247,6 +250,30 @@ def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
                 eqns[at:later], eqns[later] = eqns[at + 1 : later + 1], eqns[at]
                 break
     return _jax.with_equations(backward.closed, eqns)
+
+
+def freed_early(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same, with kernels that no other one waits for as soon as what they read is there.
+
+    Such are the gradients of parameters: often they are the last to read something large.
+    """
+    eqns = closed.jaxpr.eqns
+    waited_for: set[Any] = set()
+    leaves: set[int] = set()
+    for at, eqn in reversed([*enumerate(eqns)]):
+        kind, leads_on = kind_of(eqn), not waited_for.isdisjoint(eqn.outvars)
+        if kind == "kernel" and not leads_on:
+            leaves.add(at)
+        if kind in ("kernel", "reduction") or leads_on:
+            waited_for.update(filter(_jax.is_var, eqn.invars))
+    made = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
+
+    def place(at: int) -> tuple[int, int]:
+        if at not in leaves:
+            return at, -1
+        return max((made.get(a, -1) for a in filter(_jax.is_var, eqns[at].invars)), default=-1), at
+
+    return _jax.with_equations(closed, [eqns[at] for at in sorted(range(len(eqns)), key=place)])
 
 
 def _turned(layer: Layer, jaxpr: Any, compiler: Compiler) -> set[Any]:
