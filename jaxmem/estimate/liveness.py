@@ -477,8 +477,8 @@ class _Lives:
         Both are elementwise, and read the same array; the later one does not need the other's
         result, which is made with its own.  XLA looks for such behind each array but the results of
         matrix products, so that they have to read something else together, too, if these are one:
-        what its rows were reduced to.  What is done with a reduction cannot be with what needs that,
-        and is no earlier either.
+        what its rows were reduced to.  What is done together with a reduction is not with what
+        needs that, but may be there as long.
         """
         shared: set[Any] = set()
         if not self._compiler.merges_readers:

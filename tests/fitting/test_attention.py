@@ -11,6 +11,7 @@ from jax import lax
 
 import jaxmem
 from jaxmem.estimate import compiler
+from jaxmem.estimate.liveness import _Lives
 from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.regions import StackRegion
 from jaxmem.fitting.step_problem import StepProblem, build_problem
@@ -77,8 +78,8 @@ def _keeps_attention(problem: StepProblem, place: int) -> bool:
     )
 
 
-def test_rows_that_were_reduced_on_the_way_there_are_not_written_over_outside_of_the_loop() -> None:
-    """The leanest plan of plain attention: the last layer's gradient of its scores has room."""
+def plain() -> CompileRequest:
+    """Layers of attention whose heads lead, as its products want them."""
 
     def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         heads = jnp.split(x @ p["qkv"], 3, axis=-1)
@@ -95,8 +96,40 @@ def test_rows_that_were_reduced_on_the_way_there_are_not_written_over_outside_of
     shapes = {"qkv": (512, 1536), "out": (512, 512), "up": (512, 2048), "down": (2048, 512)}
     params = {name: jax.ShapeDtypeStruct((8, *shape), "bfloat16") for name, shape in shapes.items()}
     args = params, jax.ShapeDtypeStruct((4, 1024, 512), "bfloat16")
-    ask = CompileRequest(jax.grad(model), args, {}, "h100-80g", (), (), None, 900.0, True)
+    return CompileRequest(jax.grad(model), args, {}, "h100-80g", (), (), None, 900.0, True)
+
+
+def test_rows_that_were_reduced_on_the_way_there_are_not_written_over_outside_of_the_loop() -> None:
+    """The leanest plan of plain attention: the last layer's gradient of its scores has room."""
+    ask = plain()
     found = build_problem(ask, False, "flops")
     report = found.report(ask, len(found.front) - 1)
     off = found.predicted[-1] - report.required_bytes
     assert abs(off) < 0.1 * report.temp_bytes
+
+
+@pytest.mark.parametrize("place", [0.4, 0.75, 0.9])
+def test_what_is_computed_with_a_reduction_is_not_computed_with_what_needs_that(
+    place: float,
+) -> None:
+    """Probabilities, as they are recomputed, with the sums over rows that their gradient needs."""
+    ask = plain()
+    found = build_problem(ask, False, "roofline")
+    candidate = round(place * (len(found.front) - 1))
+    required = found.report(ask, candidate).required_bytes
+    assert found.predicted[candidate] == pytest.approx(required, rel=0.04)
+
+
+def test_probabilities_that_products_read_as_they_lie_go_with_the_sums_over_rows() -> None:
+    (region,) = build_problem(plain(), False, "roofline").regions
+    with mock.patch.object(_Lives, "_done_with", return_value=set()):
+        (without,) = build_problem(plain(), False, "roofline").regions
+    assert isinstance(region, StackRegion)
+    assert isinstance(without, StackRegion)
+    assert [one.bytes for one in region.choices] == [one.bytes for one in without.choices]
+    scores = 4 * HEADS * 1024 * 1024 * 4
+    spared = {
+        other.work_bytes - one.work_bytes
+        for one, other in zip(region.choices, without.choices, strict=True)
+    }
+    assert max(spared) == pytest.approx(scores, rel=0.05)  # these are written over
