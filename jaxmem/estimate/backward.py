@@ -16,8 +16,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.estimate.arrays import in_memory
 from jaxmem.estimate.counting import flops, kind_of
-from jaxmem.estimate.liveness import in_memory
 from jaxmem.trace.layer import Layer, nbytes
 
 # ---------------------------------------------------------------- types

@@ -27,7 +27,7 @@ class Compiler:
         `jaxmem.estimate.liveness.copied_to_swap`.
       turns_operands: products read copies of operands whose axes they need in another order, so
         that outside of loops these are not in memory themselves; see
-        `jaxmem.estimate.liveness.read_turned`.
+        `jaxmem.estimate.arrays.read_turned`.
       turns_stacks: a stack of all layers' values is copied, whole, in front of a loop that reads it
         in another order of axes than it was written in, or gathers rows of it along another axis
         than the leading one; see `jaxmem.estimate.stacks`.

@@ -7,19 +7,21 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.estimate.arrays import (
+    in_memory,
+    layout_copies,
+    read_by_kernels,
+    read_rounded,
+    rounded_where_made,
+)
 from jaxmem.estimate.backward import Backward, backward_of
 from jaxmem.estimate.compiler import ANY, Compiler
 from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.liveness import (
     by_library,
     copied_to_swap,
-    in_memory,
-    layout_copies,
     peak_live,
     peak_live_bytes,
-    read_by_kernels,
-    read_rounded,
-    rounded_where_made,
     rows_reduced,
 )
 from jaxmem.estimate.stacks import copied_in_front, gathered_across, read_transposed

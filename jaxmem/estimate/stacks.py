@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxmem import _jax
+from jaxmem.estimate.arrays import in_order
 from jaxmem.estimate.counting import flops, kind_of
-from jaxmem.estimate.liveness import in_order
 from jaxmem.parallel.messages import per_device
 
 # ---------------------------------------------------------------- API

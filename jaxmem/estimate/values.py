@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from jaxmem import _jax
-from jaxmem.estimate.liveness import in_memory, read_turned
+from jaxmem.estimate.arrays import in_memory, read_turned
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.solve.problem import Graph, Operation
 from jaxmem.trace.layer import Layer, free_values, nbytes

@@ -9,8 +9,8 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 from jaxmem import _jax
+from jaxmem.estimate.arrays import in_memory
 from jaxmem.estimate.counting import kind_of
-from jaxmem.estimate.liveness import in_memory
 from jaxmem.fitting.uses import scopes_in, way_of
 from jaxmem.trace.layer import nbytes
 

@@ -193,19 +193,12 @@ def _merged(variants: Sequence[StepProblem]) -> StepProblem:
             variant=number,
         )
 
-    whole, by_layer = (
-        tuple(
-            pareto_optimal(
-                [of(number, one) for number, own in enumerate(several) for one in own],
-                costs,
-                rank=lambda one: one.variant,
-            )
-        )
-        for several, costs in (
-            ([own.whole for own in variants], cost_of),
-            ([own.by_layer for own in variants], cost_of_part),
-        )
-    )
+    def best(several: Sequence[Sequence[StepCandidate]], costs: Any) -> tuple[StepCandidate, ...]:
+        found = [of(number, one) for number, own in enumerate(several) for one in own]
+        return tuple(pareto_optimal(found, costs, rank=lambda one: one.variant))
+
+    whole = best([own.whole for own in variants], cost_of)
+    by_layer = best([own.by_layer for own in variants], cost_of_part)
     front = thinned_front(whole, first.others)
     return dataclasses.replace(
         first, front=front, whole=whole, by_layer=by_layer, variants=tuple(variants)

@@ -10,14 +10,14 @@ from helpers.compiled import compiled
 from jax import lax
 
 from jaxmem import _jax
-from jaxmem.estimate.compiler import ANY, GPU, TPU, of_platform
-from jaxmem.estimate.liveness import (
+from jaxmem.estimate.arrays import (
     layout_copies,
-    peak_live_bytes,
     read_rounded,
     read_turned,
     rounded_where_made,
 )
+from jaxmem.estimate.compiler import ANY, GPU, TPU, of_platform
+from jaxmem.estimate.liveness import peak_live_bytes
 
 X = jax.ShapeDtypeStruct((64, 64), "float32")
 SIZE = 64 * 64 * 4

@@ -1,0 +1,254 @@
+"""Which values of a traced program are arrays in memory, as compilers are taken to fuse it.
+
+What kernels make and take is, and what is reduced; chains of elementwise operations are computed
+inside of what reads them.  Where matrix products compute their operands themselves (on TPUs), what
+only they read is not in memory either.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem import _jax
+from jaxmem.estimate.compiler import ANY, Compiler
+from jaxmem.estimate.counting import flops, kind_of
+
+# ---------------------------------------------------------------- API
+
+
+def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any] = ()) -> set[Any]:
+    """The values that a compiler has in memory at all: what kernels make and take.
+
+    Args:
+      compiler, of_products: see `jaxmem.estimate.liveness.peak_live`.
+    """
+    taken = read_by_kernels(jaxpr)
+    if compiler.fuses_operands:
+        taken -= _Ends(jaxpr, compiler, of_products).inside_of_products
+    found = {*jaxpr.invars, *jaxpr.constvars, *taken}
+    for eqn in jaxpr.eqns:
+        kind = kind_in(eqn)
+        if kind in ("kernel", "reduction"):
+            found.update(eqn.outvars)
+        if kind == "view" and any(_jax.is_var(a) and a in found for a in eqn.invars[:1]):
+            found.update(eqn.outvars)
+    return found
+
+
+def read_by_kernels(jaxpr: Any) -> set[Any]:
+    """What kernels take, and what that is a view of."""
+    found: set[Any] = set()
+    views = _views_in(jaxpr)
+    for eqn in jaxpr.eqns:
+        if kind_in(eqn) == "kernel":
+            for atom in filter(_jax.is_var, eqn.invars):
+                found.update(_behind_views(atom, views))
+    return found
+
+
+def read_turned(jaxpr: Any) -> set[Any]:
+    """Values that kernels take in another order of axes only, so that they have a copy of them.
+
+    Such are operands of products whose batch axes are not the leading ones: queries and keys of
+    several heads.
+    """
+    turned: set[Any] = set()
+    straight: set[Any] = set()
+    views = _views_in(jaxpr)
+    for eqn in jaxpr.eqns:
+        if kind_in(eqn) == "kernel":
+            for atom, as_it_lies in zip(eqn.invars, in_order(eqn), strict=True):
+                if _jax.is_var(atom):
+                    (straight if as_it_lies else turned).update(_behind_views(atom, views))
+            straight.update(eqn.outvars)
+    return turned - straight
+
+
+def in_order(eqn: Any) -> list[bool]:
+    """For each operand of a kernel, whether it is read as it lies."""
+    if eqn.primitive.name != "dot_general":
+        return [True] * len(eqn.invars)
+    return [axes == tuple(range(len(axes))) for axes in eqn.params["dimension_numbers"][1]]
+
+
+def layout_copies(jaxpr: Any) -> set[Any]:
+    """Inputs from which what kernels read transposed follows, element by element.
+
+    On TPUs a transposition is a layout: of the chain behind it, and so of all that it reads.
+    """
+    sources: dict[Any, frozenset[Any]] = {}
+    views = _views_in(jaxpr)
+    turned: set[Any] = set()
+    found: set[Any] = set()
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        kind = kind_in(eqn)
+        atoms = list(filter(_jax.is_var, eqn.invars))
+        if eqn.primitive.name == "transpose":
+            turned.update(eqn.outvars)
+        if kind in ("fused", "view"):
+            behind = frozenset().union(*(sources.get(atom, frozenset([atom])) for atom in atoms))
+            sources.update((var, behind) for var in eqn.outvars)
+        if kind == "kernel":
+            for atom in atoms:
+                *passed, base = _behind_views(atom, views)
+                if turned.intersection(passed) and base not in inputs:
+                    behind = sources.get(base, frozenset())
+                    found.update(v for v in behind & inputs if v.aval.size == base.aval.size)
+    return found
+
+
+def rounded_where_made(jaxpr: Any, inputs: Collection[Any], compiler: Compiler) -> set[Any]:
+    """Of inputs that matrix products made, those stored rounded, or what follows in their place."""
+    rounded = read_rounded(jaxpr, compiler)
+    behind = _Ends(jaxpr, compiler, inputs).behind_products if rounded else {}
+    return {var for var in inputs if behind.get(var, var) in rounded}
+
+
+def read_rounded(jaxpr: Any, compiler: Compiler) -> set[Any]:
+    """Values in float32 that nothing reads but matrix products of default precision, and casts.
+
+    Where these products round what they read to bfloat16 that is what such values are stored as,
+    through loops as well.
+    """
+    if not compiler.rounds_operands:
+        return set()
+    exact = set(filter(_jax.is_var, jaxpr.outvars))
+    read: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        atoms = set(filter(_jax.is_var, eqn.invars))
+        read |= atoms
+        if flops.is_matmul(eqn) and _is_default(eqn.params.get("precision")):
+            continue
+        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16:
+            continue
+        seen_through = kind_in(eqn) == "view" and not is_barrier(eqn)
+        if seen_through and not exact.intersection(eqn.outvars):
+            continue
+        exact |= atoms
+    return {var for var in read - exact if getattr(var.aval, "dtype", None) == jnp.float32}
+
+
+def copied_parts(jaxpr: Any) -> set[Any]:
+    """Parts of a whole (a concatenation's gradient) that are copied, as reductions read them."""
+    parts: set[Any] = set()
+    views: dict[Any, Any] = {}
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        atoms = list(filter(_jax.is_var, eqn.invars))
+        if eqn.primitive.name == "split":
+            parts.update(eqn.outvars)
+        elif kind_in(eqn) == "view" and atoms:
+            views.update((var, atoms[0]) for var in eqn.outvars)
+        elif kind_in(eqn) == "reduction":
+            found.update(_behind_views(atom, views)[-1] for atom in atoms)
+    return found & parts
+
+
+def is_barrier(eqn: Any) -> bool:
+    return eqn.primitive.name == "optimization_barrier"
+
+
+def kind_in(eqn: Any) -> str:
+    """`kind_of` an operation; what a gather reads is computed where it is read, and only that."""
+    return "fused" if eqn.primitive.name == "gather" else kind_of(eqn)
+
+
+def union(several: Iterable[frozenset[Any]]) -> frozenset[Any]:
+    """All of several sets, of which most are empty, or the same one."""
+    found = _NONE
+    for one in several:
+        if one and one is not found:
+            found = found | one if found else one
+    return found
+
+
+# ---------------------------------------------------------------- implementation
+
+_NONE: frozenset[Any] = frozenset()
+
+
+def _views_in(jaxpr: Any) -> dict[Any, Any]:
+    """What each value is a view of, of those that are one."""
+    return {
+        var: eqn.invars[0]
+        for eqn in jaxpr.eqns
+        if kind_in(eqn) == "view" and eqn.invars and _jax.is_var(eqn.invars[0])
+        for var in eqn.outvars
+    }
+
+
+class _Ends:
+    """Where chains of elementwise operations start and end.
+
+    Attributes:
+      inside_of_products: what matrix products that read it compute themselves: the ends that
+        nothing else reads, but for the values of `behind_products`.
+      behind_products: for the result of a product from which one end only follows, that end,
+        which the product makes in the place of its result, and sums up as well if need be.
+    """
+
+    def __init__(self, jaxpr: Any, compiler: Compiler, of_products: Collection[Any] = ()) -> None:
+        self._sources: dict[Any, frozenset[Any]] = {}
+        self._ends: dict[Any, set[Any]] = {}
+        self._views: dict[Any, Any] = {}
+        # What was summed up, wholly, before a value could be computed.
+        summed: dict[Any, frozenset[Any]] = {}
+        by_products: set[Any] = set()
+        by_others: set[Any] = set()
+        products = set(of_products)
+        for eqn in jaxpr.eqns:
+            kind = kind_in(eqn)
+            atoms = list(filter(_jax.is_var, eqn.invars))
+            behind = union(map(self._behind, atoms))
+            before = union(summed.get(atom, _NONE) for atom in atoms)
+            if kind == "reduction":
+                summed.update((var, before | behind) for var in eqn.outvars)
+                by_others.update(_behind_views(atom, self._views)[-1] for atom in atoms)
+            elif kind in ("fused", "view") and not is_barrier(eqn):
+                self._sources.update((var, behind) for var in eqn.outvars)
+                summed.update((var, before) for var in eqn.outvars)
+                if kind == "view" and atoms:
+                    self._views.update((var, atoms[0]) for var in eqn.outvars)
+            elif flops.is_matmul(eqn):
+                products.update(eqn.outvars)
+                by_products.update(map(self._end, atoms))
+            else:
+                by_others.update(map(self._end, atoms))
+        by_others.update(map(self._end, filter(_jax.is_var, jaxpr.outvars)))
+        only = by_products - by_others
+        self.behind_products = {
+            source: end
+            for source in (products if compiler.fuses_results else ())
+            for end in self._ends.get(source, ())
+            if self._ends[source] == {end} and end in only and end.aval.size == source.aval.size
+            if source not in summed.get(end, ())
+        }
+        inside = only.intersection(self._sources).difference(self.behind_products.values())
+        views = (var for var in self._views if _behind_views(var, self._views)[-1] in inside)
+        self.inside_of_products = inside.union(views)
+
+    def _end(self, atom: Any) -> Any:
+        """Take note that a chain ends here; what it is that is stored, if anything is."""
+        base = _behind_views(atom, self._views)[-1]
+        for source in self._behind(base):
+            self._ends.setdefault(source, set()).add(base)
+        return base
+
+    def _behind(self, atom: Any) -> frozenset[Any]:
+        return self._sources.get(atom, frozenset([atom]))
+
+
+def _behind_views(atom: Any, views: dict[Any, Any]) -> list[Any]:
+    """A value, what that is a view of, and so on."""
+    found = [atom]
+    while found[-1] in views:
+        found.append(views[found[-1]])
+    return found
+
+
+def _is_default(precision: Any) -> bool:
+    several = precision if isinstance(precision, tuple) else (precision,)
+    return all(one in (None, lax.Precision.DEFAULT) for one in several)
