@@ -175,6 +175,8 @@ _WASTED = 1.5
 _NEARBY = 1.12
 # A next faster candidate that spares so much of the extra seconds is worth a question of its own.
 _STEP = 0.05
+# Where nothing but candidates that spare more than this is faster, another of these is, too.
+_LEAP = 0.1
 
 
 @dataclasses.dataclass(eq=False)
@@ -241,11 +243,14 @@ class _Search:
             # The candidate in front of one that fits says that there is none faster.
             while self._left and guess >= 0 and guess not in self.seen:
                 guess -= self._ask(guess)
+        near = [k for k in self._faster() if self._expected(k) <= self.budget * _NEAR]
+        if near and self._spared(near[0]) > _LEAP * self.seconds[self.best]:
+            self._ask(near[0])  # of several that are predicted to need as much, another one
         nearby = _NEARBY * self.budget
         if self.predicted[0] <= _ROOM * self.budget and self._expected(0) <= nearby:
             self._ask(0)
         if self._unused > _WASTED * self.enough:
-            faster = [k for k in apart if k < self.best and k not in self.seen]
+            faster = [k for k in apart if k in self._faster()]
             while faster and self._left:
                 guess = min(faster, key=lambda k: (self._expected(k), k))
                 faster.remove(guess)
@@ -273,6 +278,10 @@ class _Search:
 
     def _expected(self, candidate: int) -> int:
         return expected(candidate, self.predicted, self.seen, self.kinds)
+
+    def _faster(self) -> list[int]:
+        """What is faster than the best, and not known."""
+        return [k for k in range(self.best or 0) if k not in self.seen]
 
     def _within(self, size: float) -> list[int]:
         """What is predicted to need no more."""

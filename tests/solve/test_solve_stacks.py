@@ -399,3 +399,16 @@ def test_search_spends_what_is_left_where_the_last_rungs_are_not_the_least() -> 
     assert (found.candidate, list(found.seen), found.closed) == (4, [6, 0, 5, 4, 3], True)
     found = search(predicted, 90, truth.__getitem__)
     assert (found.candidate, min(found.seen.values())) == (None, 99)
+
+
+def test_where_all_that_is_faster_spares_much_another_of_it_is_asked_for() -> None:
+    """Many are predicted to need as much; the slowest of these fails, and the fastest fits."""
+    predicted = [130, 103, 103, 102, 102, 102, 101, 94, 90]
+    seconds = [0.0, 10.5, 10.6, 10.7, 10.8, 10.85, 10.9, 21.0, 22.0]
+    truth = [131, 99, 101, 102, 102, 102, 102, 93, 90]
+    found = search(predicted, 100, truth.__getitem__, 8, enough=2, seconds=seconds, worth=0.1)
+    assert found.candidate == 1
+    assert len(found.seen) <= 5
+    few = [20.0 + 0.1 * k for k in range(len(truth))]  # not where little is to be spared
+    found = search(predicted, 100, truth.__getitem__, 8, enough=8, seconds=few, worth=0.1)
+    assert found.candidate == 7
