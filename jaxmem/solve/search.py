@@ -4,9 +4,9 @@ Predictions say where to ask; what fits is only what was compiled.  From each an
 predictions are moved by what they were off there.  The search aims a little below the budget, and
 ends when the best candidate leaves next to nothing of it unused, or the next faster one was seen
 not to fit.  Fronts are not always even: of the faster candidates those predicted to need hardly
-more than the budget are asked for, too, while much of it is unused; and where the least of all
-does not fit, those predicted to need hardly more than that, and some of those predicted to need a
-little more.  The first candidate, at which nothing is recomputed, is another program than the rest,
+more than the budget are asked for, too, while much of it is unused, or the fastest of these where
+all spare much; and where the least of all does not fit, those predicted to need hardly more than
+that, and some of those predicted to need a little more.  The first candidate, at which nothing is recomputed, is another program than the rest,
 and less well predicted: it is asked for if it may fit at all.
 
 Candidates may be of several kinds, on predictions of each of which the compiler has its own say: of
@@ -244,7 +244,7 @@ class _Search:
             while self._left and guess >= 0 and guess not in self.seen:
                 guess -= self._ask(guess)
         near = [k for k in self._faster() if self._expected(k) <= self.budget * _NEAR]
-        if near and self._spared(near[0]) > _LEAP * self.seconds[self.best]:
+        if near and self._spared(near[-1]) > _LEAP * self.seconds[self.best]:
             self._ask(near[0])  # of several that are predicted to need as much, another one
         nearby = _NEARBY * self.budget
         if self.predicted[0] <= _ROOM * self.budget and self._expected(0) <= nearby:
