@@ -6,8 +6,9 @@ ends when the best candidate leaves next to nothing of it unused, or the next fa
 not to fit.  Fronts are not always even: of the faster candidates those predicted to need hardly
 more than the budget are asked for, too, while much of it is unused, or the fastest of these where
 all spare much; and where the least of all does not fit, those predicted to need hardly more than
-that, and some of those predicted to need a little more.  The first candidate, at which nothing is recomputed, is another program than the rest,
-and less well predicted: it is asked for if it may fit at all.
+that, and some of those predicted to need a little more.  The first candidate, at which nothing is
+recomputed, is another program than the rest, and less well predicted: it is asked for if it may fit
+at all.
 
 Candidates may be of several kinds, on predictions of each of which the compiler has its own say: of
 one that was off nothing follows for another.
