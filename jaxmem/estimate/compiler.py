@@ -35,8 +35,8 @@ class Compiler:
         reduced to (a softmax, a norm, and their derivatives), and does not write over them.
       sums_late: a product whose result is summed over devices, and that nothing reads before the
         end of the backward pass, is computed there, piece by piece, so that its operands wait.
-      frees_early: in loops, products that no other waits for, as the gradients of parameters, are
-        computed as soon as what they read is there, if less is live then.
+      frees_early: of scanned layers, products that no other waits for, as the gradients of
+        parameters, are computed as soon as what they read is there, if less is live then.
       holds_fenced: outside of loops, what goes through a barrier of the backward pass is not
         written over.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which

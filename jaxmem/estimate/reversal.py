@@ -42,10 +42,7 @@ def working_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
     """
     backward = backward_of(layer)
     copied = read_by_kernels(backward.closed.jaxpr).intersection(backward.tape)
-    orders = [backward.closed]
-    if compiler.frees_early:
-        orders.append(freed_early(backward.closed))
-    return min(peak_live_bytes(closed, copied=copied, compiler=compiler) for closed in orders)
+    return _least_live(backward.closed, compiler, copied=copied)
 
 
 def layout_copy_bytes(layer: Layer, compiler: Compiler = ANY) -> int:
@@ -155,8 +152,8 @@ def given_bytes(layer: Layer, compiler: Compiler) -> int:
     return sum(_stored(backward.gradients, _rounded_gradients(backward, compiler)))
 
 
-def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> int:
-    """About what the backward pass of a single layer, in no loop, has live with its tape.
+def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> tuple[int, int]:
+    """About what the backward pass of a single layer, in no loop, has live with its tape, and that.
 
     Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
     """
@@ -165,7 +162,32 @@ def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> int:
     plain = without_checkpoint(layer, graph, expensive, compiler)
     backward = backward_of(layer.keeping(plain.kept))
     reduced = rows_reduced(layer.linearised, backward.tape, compiler)
-    return peak_live_bytes(backward.closed, held=backward.tape, compiler=compiler, reduced=reduced)
+    live = _least_live(backward.closed, compiler, held=backward.tape, reduced=reduced)
+    return live, sum(_stored(backward.tape, read_rounded(backward.closed.jaxpr, compiler)))
+
+
+def freed_early(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same, with kernels that no other one waits for as soon as what they read is there.
+
+    Such are the gradients of parameters: often they are the last to read something large.
+    """
+    eqns = closed.jaxpr.eqns
+    waited_for: set[Any] = set()
+    leaves: set[int] = set()
+    for at, eqn in reversed([*enumerate(eqns)]):
+        kind, leads_on = kind_of(eqn), not waited_for.isdisjoint(eqn.outvars)
+        if kind == "kernel" and not leads_on:
+            leaves.add(at)
+        if kind in ("kernel", "reduction") or leads_on:
+            waited_for.update(filter(_jax.is_var, eqn.invars))
+    made = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
+
+    def place(at: int) -> tuple[int, int]:
+        if at not in leaves:
+            return at, -1
+        return max((made.get(a, -1) for a in filter(_jax.is_var, eqns[at].invars)), default=-1), at
+
+    return _jax.with_equations(closed, [eqns[at] for at in sorted(range(len(eqns)), key=place)])
 
 
 def without_checkpoint(
@@ -254,28 +276,10 @@ def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
     return _jax.with_equations(backward.closed, eqns)
 
 
-def freed_early(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same, with kernels that no other one waits for as soon as what they read is there.
-
-    Such are the gradients of parameters: often they are the last to read something large.
-    """
-    eqns = closed.jaxpr.eqns
-    waited_for: set[Any] = set()
-    leaves: set[int] = set()
-    for at, eqn in reversed([*enumerate(eqns)]):
-        kind, leads_on = kind_of(eqn), not waited_for.isdisjoint(eqn.outvars)
-        if kind == "kernel" and not leads_on:
-            leaves.add(at)
-        if kind in ("kernel", "reduction") or leads_on:
-            waited_for.update(filter(_jax.is_var, eqn.invars))
-    made = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
-
-    def place(at: int) -> tuple[int, int]:
-        if at not in leaves:
-            return at, -1
-        return max((made.get(a, -1) for a in filter(_jax.is_var, eqns[at].invars)), default=-1), at
-
-    return _jax.with_equations(closed, [eqns[at] for at in sorted(range(len(eqns)), key=place)])
+def _least_live(closed: ClosedJaxpr, compiler: Compiler, **how: Any) -> int:
+    """The bytes live at the peak of a backward pass, in the order that a compiler gives it."""
+    orders = [closed, freed_early(closed)] if compiler.frees_early else [closed]
+    return min(peak_live_bytes(one, compiler=compiler, **how) for one in orders)
 
 
 def _turned(layer: Layer, jaxpr: Any, compiler: Compiler) -> set[Any]:

@@ -119,7 +119,7 @@ class StackRegion(Region):
       length: number of layers.
       keeps: the options of a layer, what is kept of it in each; None for everything.
       choices: their bytes and seconds.
-      carry_bytes, forward_seconds, loose_bytes: see `jaxmem.solve.stacks.candidates`.
+      carry_bytes, forward_seconds, loose: see `jaxmem.solve.stacks.candidates`.
       values: the layer's values, by place, as a reader is told of them.
       graph: the layer as the solver saw it.
       is_stage: whether it is a stage of a pipeline: in each tick several loops would have copies of
@@ -132,7 +132,7 @@ class StackRegion(Region):
     choices: tuple[Choice, ...]
     carry_bytes: int
     forward_seconds: float
-    loose_bytes: int
+    loose: tuple[int, int]
     values: tuple[LayerValue, ...]
     graph: Graph
     is_stage: bool = False
@@ -142,7 +142,7 @@ class StackRegion(Region):
         self, several: bool, later_bytes: int, turn_bytes: int = 0
     ) -> tuple[Candidate, ...]:
         # In a scan a single layer is in a loop, too.
-        loose = None if self.uses.iterations else self.loose_bytes
+        loose = None if self.uses.iterations else self.loose
         sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
         # Where there are others, what it keeps counts more than what it needs while it is reversed.
         ways = {0, max(self.uses.others, 1)} if several else {0}
@@ -312,7 +312,7 @@ def stack_region(
         carry_bytes=local.problem(length).carry_bytes,
         forward_seconds=forward_seconds,
         plain_seconds=length * (forward_seconds + backward_seconds),
-        loose_bytes=loose_bytes(local, graph, compiler),
+        loose=loose_bytes(local, graph, compiler),
         values=described(local, roofline),
         graph=graph,
         is_stage=stack.is_stage,
