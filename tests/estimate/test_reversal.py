@@ -337,7 +337,7 @@ def test_experts_are_predicted_with_gradients_of_parameters_first() -> None:
     """Of 256 MiB arrays, what the second product reads is gone when its gradient is made."""
     ask = question(*_experts(), target=TARGET)
     found = problem(*_experts(), target=TARGET)
-    assert abs(off_of(found, ask, 0.8)) < 0.05
+    assert abs(off_of(found, ask, 0.7)) < 0.05
     late = dataclasses.replace(GPU, frees_early=False)
     with mock.patch.object(compiler, "GPU", late):
         other = problem(*_experts(), target=TARGET)
