@@ -335,12 +335,14 @@ def test_gradients_of_parameters_come_as_soon_as_what_they_read_is_there() -> No
 
 def test_experts_are_predicted_with_gradients_of_parameters_first() -> None:
     """Of 256 MiB arrays, what the second product reads is gone when its gradient is made."""
-    ask = question(*_experts(), target=TARGET)
-    found = problem(*_experts(), target=TARGET)
+    job = MODELS["experts"]()
+    step: tuple[Any, ...] = (job.step, *job.args)
+    ask = question(*step, target=TARGET, donate=(0,))
+    found = problem(*step, target=TARGET, donate=(0,))
     assert abs(off_of(found, ask, 0.7)) < 0.05
     late = dataclasses.replace(GPU, frees_early=False)
     with mock.patch.object(compiler, "GPU", late):
-        other = problem(*_experts(), target=TARGET)
+        other = problem(*step, target=TARGET, donate=(0,))
     leanest = [_leanest(one).work_bytes for one in (found, other)]
     assert leanest[1] - leanest[0] > 128 * 2**20
 
@@ -349,8 +351,3 @@ def _leanest(found: StepProblem) -> Any:
     (region,) = found.regions
     assert isinstance(region, StackRegion)
     return region.choices[-1]
-
-
-def _experts() -> tuple[Any, ...]:
-    job = MODELS["experts"]()
-    return job.step, *job.args
