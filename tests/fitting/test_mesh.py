@@ -108,10 +108,11 @@ def test_a_region_is_of_one_device_whatever_the_kind_of_axes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_predictions_are_near_what_the_compiler_says(kind: str) -> None:
+    """But for the partial sums that a product of so small a result is split into: 8 MiB."""
     found, ask = problem(kind)
     for candidate in (0, len(found.front) // 2):
-        seen = found.report(ask, candidate).required_bytes
-        assert found.predicted[candidate] == pytest.approx(seen, rel=0.12)
+        seen = found.report(ask, candidate).required_bytes - 8 * 2**20
+        assert found.predicted[candidate] == pytest.approx(seen, rel=0.08)
 
 
 def test_unrolled_code_is_of_one_device_too() -> None:
