@@ -251,7 +251,7 @@ class _Search:
         if self.predicted[0] <= _ROOM * self.budget and self._expected(0) <= nearby:
             self._ask(0)
         if self._unused > _WASTED * self.enough:
-            faster = [k for k in apart if k in self._faster()]
+            faster = sorted({*apart}.intersection(self._faster()))
             while faster and self._left:
                 guess = min(faster, key=lambda k: (self._expected(k), k))
                 faster.remove(guess)
