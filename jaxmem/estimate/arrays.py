@@ -148,6 +148,7 @@ def copied_parts(jaxpr: Any) -> set[Any]:
 
 
 def is_barrier(eqn: Any) -> bool:
+    """Whether an operation hands values on, and lets no compiler see through it."""
     return eqn.primitive.name == "optimization_barrier"
 
 

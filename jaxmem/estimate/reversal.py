@@ -28,6 +28,7 @@ from jaxmem.estimate.stacks import copied_in_front, gathered_across, read_transp
 from jaxmem.estimate.values import unnamed_places
 from jaxmem.solve.keep import Keep, fastest
 from jaxmem.solve.problem import Graph, Operation
+from jaxmem.solve.stacks import Loose
 from jaxmem.trace.layer import Layer, nbytes
 
 # ---------------------------------------------------------------- API
@@ -152,8 +153,8 @@ def given_bytes(layer: Layer, compiler: Compiler) -> int:
     return sum(_stored(backward.gradients, _rounded_gradients(backward, compiler)))
 
 
-def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> tuple[int, int]:
-    """About what the backward pass of a single layer, in no loop, has live with its tape, and that.
+def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> Loose:
+    """About what the backward pass of a single layer, in no loop, has live with its tape.
 
     Of the tape only what a compiler cannot fuse is stored, and each value till its last use.
     """
@@ -164,7 +165,8 @@ def loose_bytes(layer: Layer, graph: Graph, compiler: Compiler = ANY) -> tuple[i
     reduced = rows_reduced(layer.linearised, backward.tape, compiler)
     live = _least_live(backward.closed, compiler, held=backward.tape, reduced=reduced)
     # On TPUs the tape alone made the reference transformer's plans take one compilation more.
-    return live, live if compiler.fuses_operands else sum(nbytes(var.aval) for var in backward.tape)
+    tape = live if compiler.fuses_operands else sum(nbytes(var.aval) for var in backward.tape)
+    return Loose(live, tape)
 
 
 def freed_early(closed: ClosedJaxpr) -> ClosedJaxpr:

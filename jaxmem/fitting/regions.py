@@ -31,7 +31,7 @@ from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.solve.chain import Kept, Recomputed, Steps
 from jaxmem.solve.keep import Keep, menu
 from jaxmem.solve.problem import Graph
-from jaxmem.solve.stacks import Candidate, Choice, candidates
+from jaxmem.solve.stacks import Candidate, Choice, Loose, candidates
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled import Chain, Code, HeldPlan
 
@@ -132,7 +132,7 @@ class StackRegion(Region):
     choices: tuple[Choice, ...]
     carry_bytes: int
     forward_seconds: float
-    loose: tuple[int, int]
+    loose: Loose
     values: tuple[LayerValue, ...]
     graph: Graph
     is_stage: bool = False

@@ -239,8 +239,8 @@ class _Search:
         """Something fits: try what may need less than it is expected to."""
         assert self.best is not None
         if self._unused >= self.enough:
-            near = [k for k in self._within(self.budget * _NEAR) if k < self.best]
-            guess = max((k for k in near if k not in self.seen), default=-1)
+            near = [k for k in self._faster() if self.predicted[k] <= self.budget * _NEAR]
+            guess = max(near, default=-1)
             # The candidate in front of one that fits says that there is none faster.
             while self._left and guess >= 0 and guess not in self.seen:
                 guess -= self._ask(guess)

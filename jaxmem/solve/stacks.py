@@ -13,7 +13,7 @@ them: with two or three runs of layers there are some ten thousand.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,18 @@ class Choice:
     work_bytes: int = 0
     loop_bytes: int = 0
     copy_bytes: int = 0
+
+
+class Loose(NamedTuple):
+    """Bytes of a single layer that keeps everything, in no loop.
+
+    Attributes:
+      live: at the peak, while it is reversed.
+      kept: of that, what is there from its forward pass on.
+    """
+
+    live: int
+    kept: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +88,7 @@ def candidates(
     carry_bytes: int,
     forward_seconds: float,
     choices: Sequence[Choice],
-    loose: tuple[int, int] | None = None,
+    loose: Loose | None = None,
     later_bytes: int = 0,
     others: int = 0,
     turn_bytes: int = 0,
@@ -89,8 +101,8 @@ def candidates(
       carry_bytes: passed from layer to layer.
       forward_seconds: of one evaluation of a layer.
       choices: of a layer; the first keeps all that its backward pass reads.
-      loose: what is live while a single layer is reversed that keeps all that, and what of it is
-        kept; in no loop, so that a compiler need not store what it can fuse.  All by default.
+      loose: what that is for a single layer, which is in no loop, so that a compiler need not store
+        what it can fuse; all of it by default.
       later_bytes: of what is counted elsewhere, as there all the time, and is made only when
         the backward pass comes to the first loop: stacked gradients.
       others: how many more such stacks there are: what these keep counts too where two plans are
@@ -109,7 +121,7 @@ def candidates(
         return ()
     if not choices:
         raise ValueError("a layer needs at least one choice: everything kept")
-    loose = loose or (choices[0].bytes, choices[0].bytes)
+    loose = loose or Loose(choices[0].bytes, choices[0].bytes)
     found = [*_kept(length, choices, loose, later_bytes, others, turn_bytes, alike)]
     if not alike:
         found += _cut(length, carry_bytes, forward_seconds, choices, loose)
@@ -137,7 +149,7 @@ _PLACES = 48
 def _kept(
     length: int,
     choices: Sequence[Choice],
-    loose: tuple[int, int],
+    loose: Loose,
     later: int,
     more: int,
     turn: int,
@@ -183,9 +195,9 @@ def _kept(
         peak = np.where(others == 1, np.maximum(peak, stored + alone - ahead), peak)
         if tail:
             ahead = np.where((count > 1) | (others > 1), later, 0)
-            peak = np.maximum(peak, stored + loose[0] - ahead)
+            peak = np.maximum(peak, stored + loose.live - ahead)
         total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
-        whole = stored + tail * loose[1]
+        whole = stored + tail * loose.kept
         # Of all that need no less, only the fastest is of use.
         order = np.lexsort((total, np.maximum(peak, whole + turn - later) + more * whole))
         fastest = np.minimum.accumulate(total[order])
@@ -206,7 +218,7 @@ def _cut(
     carry_bytes: int,
     forward_seconds: float,
     choices: Sequence[Choice],
-    loose: tuple[int, int],
+    loose: Loose,
 ) -> Iterator[Candidate]:
     for lengths in _cuts(length):
         outer, carries = length, 0
@@ -224,7 +236,7 @@ def _cut(
                 kept_bytes=carry_bytes * -(-length // lengths[0]),
             )
     # Of one layer at a time there is a tape, made and used in the same round of a loop.
-    alone = max(loose[0], choices[0].work_bytes)
+    alone = max(loose.live, choices[0].work_bytes)
     for slots in sorted({*range(1, 17), *(round(2 ** (k / 2)) for k in range(8, 20))}):
         if slots < length:
             yield Candidate(
@@ -232,7 +244,7 @@ def _cut(
                 seconds=extra_steps(length, slots) * forward_seconds + length * choices[0].seconds,
                 kind="revolve",
                 slots=slots,
-                kept_bytes=slots * carry_bytes + loose[1],  # the last layer's tape
+                kept_bytes=slots * carry_bytes + loose.kept,  # the last layer's tape
             )
 
 
