@@ -207,6 +207,9 @@ class _Lives:
         # What is not written over: through a barrier compilers do not see that something is read
         # for the last time.
         self._passed: set[Any] = set()
+        # What follows from a concatenation by operations that are fused: no element of it lies
+        # where that lies which it is made of.
+        self._joined: set[Any] = set()
         # What operations have to themselves; and poolings that are reversed in two steps, with what
         # was pooled, what is made of it, and what either step has to itself.
         self._work: list[tuple[int, int]] = []
@@ -283,6 +286,11 @@ class _Lives:
         if reduced := self._reduced_for(eqn, kind, behind):
             self._reduced.update((var, reduced) for var in eqn.outvars)
         fused = made and (kind == "fused" or eqn.primitive.name.startswith("scatter"))
+        joined = eqn.primitive.name == "concatenate" or any(
+            atom in self._joined for atom in filter(_jax.is_var, eqn.invars)
+        )
+        if joined and not made:
+            self._joined.update(eqn.outvars)
         if self._compiler.merges_readers:
             atoms = list(filter(_jax.is_var, eqn.invars))
             self._read_at[at] = read = union(map(self._sources_of, atoms))
@@ -293,7 +301,7 @@ class _Lives:
             self._since.update((var, since.union(made if noted else ())) for var in eqn.outvars)
             if kind == "reduction":
                 self._reductions.append((at, eqn.outvars[0], eqn.invars[0].aval.size))
-        if fused:
+        if fused and not joined:
             self._over.append((at, behind - reduced, made))
 
     def peak(self) -> tuple[int, frozenset[Any]]:

@@ -44,7 +44,7 @@ class Region:
 
     Attributes:
       digest, inputs, where: see `RegionPlan`.
-      param_bytes: of gradients that have to be there all at once, stacked.
+      param_bytes: of gradients that have to be there all at once: stacked, or summed over layers.
       param_copies: bytes of copies of parameters that a compiler makes for its loops.
       plain_seconds: of a forward and a backward pass of one such stack, nothing recomputed.
       passes: how often a step waits for as long, and for what is recomputed, in a pipeline.
@@ -301,7 +301,11 @@ def stack_region(
     worth = [one for one in others if one[1].bytes < everything.bytes or one[0].offloaded]
     forward_seconds = sum(operation.seconds for operation in graph.operations)
     backward_seconds = sum(map(roofline.operation, local.transposed.jaxpr.eqns))
-    _, _, x = local.body.split_in([var.aval for var in local.linearised.jaxpr.invars])
+    consts, _, x = local.body.split_in([var.aval for var in local.linearised.jaxpr.invars])
+
+    def differentiated(avals: Sequence[Any], wrt: Sequence[bool]) -> int:
+        return sum(nbytes(aval) for aval, one in zip(avals, wrt, strict=True) if one)
+
     return StackRegion(
         digest=layer.digest,
         inputs=input_types(layer),
@@ -321,7 +325,9 @@ def stack_region(
             for var in layer.body.split_in(layer.linearised.jaxpr.invars)[1]
             if var in layer.places
         ),
-        param_bytes=length * sum(nbytes(a) for a, wrt in zip(x, layer.wrt_x, strict=True) if wrt),
+        # What all layers read has a sum of gradients, which the backward loop carries.
+        param_bytes=length * differentiated(x, layer.wrt_x)
+        + differentiated(consts, layer.wrt_consts),
         param_copies=param_copies(local, length, compiler),
     )
 

@@ -235,8 +235,9 @@ def _cut(
                 choice=number,
                 kept_bytes=carry_bytes * -(-length // lengths[0]),
             )
-    # Of one layer at a time there is a tape, made and used in the same round of a loop.
-    alone = max(loose.live, choices[0].work_bytes)
+    # Of one layer at a time there is a tape, made and used in the same round of a loop, which needs
+    # what a layer does of which something is recomputed.
+    alone = max(loose.live, *(choice.work_bytes for choice in choices))
     for slots in sorted({*range(1, 17), *(round(2 ** (k / 2)) for k in range(8, 20))}):
         if slots < length:
             yield Candidate(

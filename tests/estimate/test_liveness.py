@@ -65,6 +65,15 @@ def test_what_is_elementwise_is_written_over_what_it_reads_last():
     assert live(read_again, X) == 3
 
 
+def test_a_concatenation_is_not_written_over_what_it_is_made_of():
+    def halves(x):
+        made = x @ x
+        first, second = jnp.split(made, 2, axis=-1)
+        return jnp.concatenate([second, first], axis=-1) + 1
+
+    assert live(halves, X) == 2
+
+
 def test_what_went_through_a_barrier_is_not_written_over():
     assert live(lambda x: jnp.sin(lax.optimization_barrier(x @ x)), X) == 2
 
