@@ -96,6 +96,8 @@ from jaxmem._jax.types import is_key as is_key
 from jaxmem._jax.types import is_tracer as is_tracer
 from jaxmem._jax.types import mesh_devices as mesh_devices
 from jaxmem._jax.types import shards as shards
+from jaxmem._jax.types import split as split
+from jaxmem._jax.types import split_so as split_so
 from jaxmem._jax.types import stacked as stacked
 from jaxmem._jax.types import unfilled as unfilled
 from jaxmem._jax.types import varying as varying

@@ -1,6 +1,7 @@
 """Types of values: zeros, stacks, tangents, and what differs from device to device."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,6 +55,22 @@ def varying(value: Any) -> frozenset[str]:
     aval = value if isinstance(value, core.AbstractValue) else jax.typeof(value)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()))
+
+
+def split(value: Any) -> tuple[Any, ...]:
+    """Over which mesh axes each dimension of an array is split, as its type tells; None for none.
+
+    Types tell of axes of type Explicit.
+    """
+    return tuple(jax.typeof(value).sharding.spec)
+
+
+def split_so(value: Any, axes: Sequence[Any]) -> Any:
+    """An array, on axes of type Explicit so many of its dimensions split over these."""
+    sharding = jax.typeof(value).sharding
+    if tuple(sharding.spec) == tuple(axes):
+        return value
+    return jax.sharding.reshard(value, sharding.update(spec=jax.sharding.PartitionSpec(*axes)))
 
 
 def shards() -> int:

@@ -299,6 +299,7 @@ class _Moments:
     arrays: Any
     in_backward = False
     wants_share = True
+    zero = None
 
     def specs(
         self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]

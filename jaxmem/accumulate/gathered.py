@@ -105,11 +105,17 @@ class _Gathering(Form):
     splits: tuple[tuple[int, Split], ...] = ()
 
     def at(self, xs: Sequence[Any], step: Any) -> list[Any]:
-        rows = super().at(xs, step)
+        rows = self.row(xs, step)
         if len(xs) != self.body.num_x:  # cotangents of results
             return rows
         for number, split in self.splits:
             row = rows[number]
             if row.ndim == len(split.base) - 1:
                 rows[number] = split.gathered(split.scattered(row))
+        return rows
+
+    def read(self, row: Sequence[Any]) -> list[Any]:
+        rows = list(row)
+        for number, split in self.splits:
+            rows[number] = split.as_read(rows[number])
         return rows

@@ -120,6 +120,7 @@ class _Loop:
             scales=scales,
             dtype=self.dtype,
             place=self._varying,
+            as_read=self._as_read,
         )
 
         sums = self._sums(terms)
@@ -172,8 +173,13 @@ class _Loop:
     def micro(self, leaves: dict[Path, Any], carry: list[Any], rows: int) -> tuple[Any, Any]:
         """See `Micro`."""
         leaves = jax.tree.map(_jax.on_device, leaves)
+        leaves |= {path: self._as_read(path, leaves[path]) for path in self.shared}
         # What is constant comes out of an inlined jit as a number, too.
         return jax.tree.map(jnp.asarray, self._micro(leaves, carry, rows=rows))
+
+    def _as_read(self, path: Path, leaf: Any) -> Any:
+        """A parameter, or its type, as the function reads it."""
+        return shards.as_read(self.sink.zero, self.call.names[path], leaf)
 
     def _shapes(self, carry: list[Any]) -> tuple[Any, Any]:
         """Shapes of what the function returns for a microbatch."""

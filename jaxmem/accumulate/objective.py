@@ -19,6 +19,7 @@ from jaxmem.accumulate import inplace, shards
 from jaxmem.accumulate.call import Call, Path
 from jaxmem.accumulate.trees import weighed
 from jaxmem.accumulate.weighted import Weighted, counted, ratio, summed
+from jaxmem.parallel.zero import Zero
 
 # ---------------------------------------------------------------- types
 
@@ -30,10 +31,14 @@ class Sink(Protocol):
       in_backward: whether it is an `InBackward`.
       wants_share: whether `add` is to get the microbatch's share in the gradient of the
         whole batch, and not what is divided at the end.
+      zero: by which parameters may be in shards.
     """
 
     in_backward: bool
     wants_share: bool
+
+    @property
+    def zero(self) -> Zero | None: ...
 
     @property
     def arrays(self) -> Any:
@@ -116,6 +121,7 @@ class Objective:
         None for a mean loss.
       dtype: of factors.
       place: makes scalars vary over devices as the rows do.
+      as_read: from one of `params`, or its type, to what the function reads of it.
     """
 
     micro: Callable[..., tuple[Any, Any]]
@@ -125,6 +131,7 @@ class Objective:
     scales: tuple[Any, ...] | None
     dtype: Any
     place: Callable[[Any], Any]
+    as_read: Callable[[Path, Any], Any]
 
     def __call__(
         self, held: list[Any], leaves: Mapping[Path, Any], carry: list[Any], size: int, factor: Any
@@ -231,9 +238,11 @@ class Objective:
         shared = list(self.params.values())
         split = [leaves[path] for path in self.split]
         flat, tree = jax.tree.flatten((shared, split, leaves, carry))
+        types = list(map(_jax.type_on_device, flat))
+        read = map(self.as_read, self.params, types)
         closed, out_shape = jax.make_jaxpr(
             lambda *flat: self._value(size, *tree.unflatten(flat)), return_shape=True
-        )(*(_jax.type_on_device(leaf) if _jax.is_on_host(leaf) else leaf for leaf in flat))
+        )(*read, *types[len(shared) :])
         return closed, flat, jax.tree.structure(out_shape)
 
     def _value(

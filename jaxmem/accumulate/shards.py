@@ -93,6 +93,16 @@ def splits_of(zero: Zero | None, names: Sequence[str], leaves: Sequence[Any]) ->
     return [zero.split(path_of(name), leaf) for name, leaf in zip(names, leaves, strict=True)]
 
 
+def as_read(zero: Zero | None, name: str, leaf: Any) -> Any:
+    """A parameter, by its name in errors, or its type, as a function reads it that is traced.
+
+    In stage 3 it is gathered for that.
+    """
+    if zero is None or zero.stage < 3:
+        return leaf
+    return zero.split(path_of(name), leaf).as_read(leaf)
+
+
 def scattered(zero: Zero | None, gradients: Any) -> Any:
     """A tree of gradients, or of what is like them, in shards."""
     if zero is None or not zero.stage:

@@ -58,6 +58,12 @@ class Split:
         return NamedSharding(self.mesh, PartitionSpec(*self.base))
 
     @property
+    def is_typed(self) -> bool:
+        """Whether types tell how arrays are split, as on axes of type Explicit."""
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        return any(kinds[axis] == AxisType.Explicit for axis in self.axes)
+
+    @property
     def spec(self) -> PartitionSpec:
         """Of the shards inside `jax.shard_map` over `axes` alone."""
         return PartitionSpec(*(self.axes if d == self.dim else None for d in range(len(self.base))))
@@ -82,11 +88,36 @@ class Split:
 
     def scattered(self, value: jax.Array) -> jax.Array:
         """A value of the array's shape, or a row of it, in shards."""
-        return value if self.dim is None else self._constrained(value, is_split=True)
+        return self._constrained(value, is_split=True)
 
     def gathered(self, value: jax.Array) -> jax.Array:
         """A value of the array's shape, or a row of it, whole."""
-        return value if self.dim is None else self._constrained(value, is_split=False)
+        return self._constrained(value, is_split=False)
+
+    def as_read(self, value: Any) -> Any:
+        """What is in shards by its type, or a row of it, as an operation reads it: whole.
+
+        On axes of type Auto it is what it was: types do not tell there.
+
+        Args:
+          value: an array or a type.
+        """
+        aval = jax.typeof(value) if isinstance(value, jax.Array) else value
+        if self.dim is None or not self._told_by(aval):
+            return value
+        first = len(self.base) - len(aval.shape)
+        if tuple(aval.sharding.spec) != tuple(self._entries(is_split=True)[first:]):
+            return value
+        if isinstance(value, jax.Array):
+            return self.gathered(value)
+        whole = PartitionSpec(*self.base[first:])
+        return aval.update(sharding=NamedSharding(aval.sharding.mesh, whole))
+
+    def as_updated(self, aval: Any) -> Any:
+        """The type of a value, as an update of the shards has it."""
+        if self.dim is None or not self._told_by(aval):
+            return aval
+        return aval.update(sharding=NamedSharding(aval.sharding.mesh, self.shards.spec))
 
     def used(
         self,
@@ -134,6 +165,10 @@ class Split:
     def _devices(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
+    def _told_by(self, aval: Any) -> bool:
+        """Whether a type tells where the array lies."""
+        return self.is_typed and not aval.sharding.mesh.empty
+
     def _gathered_in_rows(self, shards: jax.Array) -> jax.Array:
         """The same as `gathered`, with the shards one after the other until they are copied.
 
@@ -158,18 +193,18 @@ class Split:
 
     def _constrained(self, value: jax.Array, is_split: bool) -> jax.Array:
         entries = self._entries(is_split)
-        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        explicit = any(kinds[axis] == AxisType.Explicit for axis in self.axes)
-        if not (self.known or explicit):
+        if self.dim is None and not self._told_by(jax.typeof(value)):
+            return value
+        if not (self.known or self.is_typed):
             free = PartitionSpec.UNCONSTRAINED
             entries = [e if d == self.dim else free for d, e in enumerate(entries)]
         first = len(entries) - value.ndim  # a row has one dimension less
-        assert self.dim is not None
-        if self.dim < first or value.shape[self.dim - first] % self._devices:
+        if self.dim is not None and (
+            self.dim < first or value.shape[self.dim - first] % self._devices
+        ):
             return value  # a row of what is split along its rows
-        entries = entries[first:]
-        place = NamedSharding(self.mesh, PartitionSpec(*entries))
-        if explicit:
+        place = NamedSharding(self.mesh, PartitionSpec(*entries[first:]))
+        if self.is_typed:
             return jax.sharding.reshard(value, place)
         return lax.with_sharding_constraint(value, place)
 

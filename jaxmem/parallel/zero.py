@@ -326,6 +326,11 @@ class Zero:
             and leaf.shape[dim] % self.devices == 0
             and leaf.shape[:dim] == param.shape[:dim]
         )
+        others = None if dim is None else (*param.shape[:dim], *param.shape[dim + 1 :])
+        if split.is_typed and leaf.shape == others:
+            # A factor over the other dimensions: an optimizer multiplies it with the one over this
+            # dimension, which is split over the same devices.
+            fits = False
         base = tuple(
             entry if d < rank and leaf.shape[d] == param.shape[d] else None
             for d, entry in enumerate(split.base[:rank])

@@ -42,7 +42,15 @@ class Form:
 
     def at(self, xs: Sequence[Any], step: Any) -> list[Any]:
         """One layer's slice of the stacked inputs."""
+        return self.read(self.row(xs, step))
+
+    def row(self, xs: Sequence[Any], step: Any) -> list[Any]:
+        """The same as it lies."""
         return [lax.dynamic_index_in_dim(x, self.index(step), keepdims=False) for x in xs]
+
+    def read(self, row: Sequence[Any]) -> list[Any]:
+        """A layer's slice as the layer reads it, from where a loop over the inputs has it."""
+        return list(row)
 
     def unrolled(self, steps: int) -> Any:
         """The unroll argument for an inner scan over so many steps."""

@@ -35,13 +35,13 @@ def forward(form: Form, runs: Runs, args: Sequence[Any]) -> tuple[list[Any], Kep
     kept = []
     for count, indices, run in _placed(form, runs):
         if count == 1:
-            carry, y, tape = run.taped(consts, carry, _rows(xs, indices[0]))
+            carry, y, tape = run.taped(consts, carry, form.read(_rows(xs, indices[0])))
             y, tape = [leaf[None] for leaf in y], run.to_store(tape)
         else:
 
             def step(carry: Any, at: Any, run: Layer = run) -> Any:
                 x = _rows(xs, at) if len(runs) > 1 else at
-                carry, y, tape = run.tape(consts, carry, x, with_y=True)
+                carry, y, tape = run.tape(consts, carry, form.read(x), with_y=True)
                 return carry, (y, run.to_store(tape))
 
             over = indices if len(runs) > 1 else xs

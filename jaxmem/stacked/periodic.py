@@ -37,7 +37,7 @@ def forward(
 
     def step(state: Any, x: Any) -> Any:
         i, carry, kept = state
-        carry, y = layer.advance(consts, carry, x)
+        carry, y = layer.advance(consts, carry, form.read(x))
         slot = i // size + 1
         kept = store(kept, carry, jnp.minimum(slot, slots - 1), slot < slots)
         return (i + 1, carry, kept), y

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmem import _jax
 from jaxmem.accumulate.trees import described
 
 # ---------------------------------------------------------------- types
@@ -126,6 +127,10 @@ def adalomo(
             theta_wide, scale = theta.astype(r.dtype), corrected.astype(r.dtype)
             second = r / scale
             if g.ndim > 1:
+                # Both factors may be split over the same devices, which their product cannot be.
+                *stacked, row, column = _jax.split(g)
+                r, c = _jax.split_so(r, (*stacked, row)), _jax.split_so(c, (*stacked, column))
+                second = r / scale
                 mean = jnp.maximum(r.mean(-1, keepdims=True), jnp.finfo(r.dtype).tiny)
                 second = (r / mean)[..., :, None] * (c / scale)[..., None, :]
             u = g.astype(r.dtype) / jnp.sqrt(jnp.maximum(second, _LEAST))

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from jaxmem import _jax
+
 # ---------------------------------------------------------------- types
 
 
@@ -341,10 +343,25 @@ def _coded_blocks(coded: Coded, codec: Codec) -> tuple[jax.Array, bool]:
 def _cut(value: jax.Array, block: int) -> jax.Array:
     leading, merged = _split(value.shape, block)
     count = -(-merged // block)
-    flat = value.reshape(*leading, merged)
+    flat = _in_whole_blocks(value, block).reshape(*leading, merged)
     if merged % block:
         flat = jnp.pad(flat, [(0, 0)] * len(leading) + [(0, count * block - merged)])
     return flat.reshape(*leading, count, block)
+
+
+def _in_whole_blocks(value: jax.Array, block: int) -> jax.Array:
+    """An array that is split over devices, as its type tells: whole, if that cuts blocks apart."""
+    leading, merged = _split(value.shape, block)
+    axes = _jax.split(value)
+    own, *others = axes[len(leading) :] or (None,)
+    if own is None and not any(others):
+        return value
+    mesh = jax.typeof(value).sharding.mesh
+    names = (own,) if isinstance(own, str) else own or ()
+    devices = math.prod(mesh.shape[name] for name in names)
+    if not any(others) and merged % (devices * block) == 0:
+        return value
+    return _jax.split_so(value, (*axes[: len(leading)], *[None] * (value.ndim - len(leading))))
 
 
 def _joined(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:

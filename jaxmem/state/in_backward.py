@@ -381,7 +381,10 @@ def _after(index: Any, values: Sequence[Any]) -> Any:
     """The index, for a compiler that removes barriers: it is known when the values are."""
     for value in values:
         if jnp.issubdtype(value.dtype, jnp.floating) and value.size:
-            first = value.ravel()[0].astype(jnp.float32)
+            # Of a dimension that is typed as split over devices jax takes no single place.
+            split = jax.typeof(value).sharding.spec
+            first = value[tuple(slice(None) if axes else 0 for axes in split)].max()
+            first = first.astype(jnp.float32)
             bits = lax.population_count(lax.bitcast_convert_type(first, jnp.int32))
             index = index + jnp.minimum(bits, 0)  # 0, which a compiler does not see
     return index
@@ -395,7 +398,7 @@ def _in_a_loop(compute: Callable[..., list[Any]], own: Any, gradient: Any, index
     removes barriers, but not a loop whose number of turns it does not know.
     """
     shapes = jax.eval_shape(compute, own, gradient, index)
-    begin = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+    begin = [jnp.zeros(shape.shape, shape.dtype, device=shape.sharding) for shape in shapes]
     turns = jnp.minimum(index, 0) + 1
 
     def turn(state: Any) -> Any:

@@ -38,6 +38,12 @@ class Places:
         own = zero.states(stored.types(state), list(map(path_of, names)), params)
         return cls(splits, list(own), zero.stage > 2)
 
+    def types(self, avals: Sequence[Any]) -> list[Any]:
+        """Types of parameters, or of their gradients, as the update has them."""
+        if not self.params:
+            return list(avals)
+        return [split.as_updated(aval) for split, aval in zip(self.params, avals, strict=True)]
+
     def check_rows(self, leaves: Iterable[int]) -> None:
         """Warn of parameters that are updated row by row, if their rows are what is split."""
         for leaf in leaves if self.params else ():

@@ -357,25 +357,28 @@ class Step:
             return [value, *(out for out, flag in zip(outs, is_array_out, strict=True) if flag)]
 
         # The function is written for arrays on the device; stacks on the host go there by layers.
-        here = [_type(leaf, leaf.dtype) if _jax.is_on_host(leaf) else leaf for leaf in leaves]
+        here = list(map(_jax.type_on_device, leaves))
+        here = list(map(functools.partial(shards.as_read, self._zero), names, here))
         closed = jax.make_jaxpr(flat)(*here, *arrays)
 
         def seed(outs: Sequence[Any]) -> tuple[Any, Any, Total]:
             return jnp.ones((), outs[0].dtype), outs[0], lambda leaf, before, gradient: gradient
 
         trees = _Trees(self._optimizer, _pure(tree, leaves), leaves, state)
+        places = Places.of(self._zero, names, leaves, state)
+        value = _type(closed.out_avals[0], closed.out_avals[0].dtype)
         done = in_backward.run(
             Task(
                 closed=closed,
                 params=leaves,
                 rest=arrays,
                 state=trees.state_leaves,
-                update=trees.update(_type(closed.out_avals[0], closed.out_avals[0].dtype)),
+                update=trees.update(value, places),
                 before=[None] * len(leaves),
                 seed=seed,
-                gradient_types=[_type(leaf, leaf.dtype) for leaf in leaves],
+                gradient_types=places.types([_type(leaf, leaf.dtype) for leaf in leaves]),
                 passes=self._passes,
-                places=Places.of(self._zero, names, leaves, state),
+                places=places,
             )
         )
         value, *outs = done.outs
@@ -450,20 +453,21 @@ class _Updating(Mean):
         params = list(params)
         trees = _Trees(self.optimizer, _pure(call.trees[0], params), params, self.state)
         types = [_type(leaf, sum_dtype(leaf, self.dtype)) for leaf in params]
-        value = closed.out_avals[0]
+        value = _type(closed.out_avals[0], at_least_float32(closed.out_avals[0].dtype))
         names = [call.names[path] for path in call.diff]
+        places = Places.of(self.zero, names, params, self.state)
         return in_backward.run(
             Task(
                 closed=closed,
                 params=params,
                 rest=rest,
                 state=trees.state_leaves,
-                update=trees.update(_type(value, at_least_float32(value.dtype))),
+                update=trees.update(value, places),
                 before=shards.opened(held),
                 seed=seed,
-                gradient_types=types,
+                gradient_types=places.types(types),
                 passes=self.passes,
-                places=Places.of(self.zero, names, params, self.state),
+                places=places,
             )
         )
 
@@ -497,9 +501,10 @@ class _Trees:
     def state_tree(self) -> Any:
         return stored.flatten(self.state)[1]
 
-    def update(self, value: Any) -> Callable[[Sequence[Any]], Any]:
+    def update(self, value: Any, places: Places) -> Callable[[Sequence[Any]], Any]:
         """From types of gradients to the program of the update; `value` is the loss's type."""
-        params = self.tree.unflatten([_type(leaf, leaf.dtype) for leaf in self.params])
+        types = places.types([_type(leaf, leaf.dtype) for leaf in self.params])
+        params = self.tree.unflatten(types)
         state = self.state_tree.unflatten(list(map(stored.typed, self.state_leaves)))
 
         def update(gradients: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
