@@ -326,6 +326,9 @@ class _Rows(Into):
         if platform() == "cpu":
             index = _after(index, pulled)
         for number, (x, gradient) in enumerate(zip(xs, gradients, strict=True)):
+            if number in self.held:
+                # In front of a barrier: a sum over devices behind which one stands is made whole.
+                gradient = self.places.gradient(self.leaves[number], gradient)
             if found:
                 # One after the other: a compiler holds new rows till they are in their places.
                 found[-1], gradient = lax.optimization_barrier((found[-1], gradient))
