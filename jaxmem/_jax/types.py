@@ -70,7 +70,8 @@ def split_so(value: Any, axes: Sequence[Any]) -> Any:
     sharding = jax.typeof(value).sharding
     if tuple(sharding.spec) == tuple(axes):
         return value
-    return jax.sharding.reshard(value, sharding.update(spec=jax.sharding.PartitionSpec(*axes)))
+    place = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes))
+    return jax.sharding.reshard(value, place)
 
 
 def shards() -> int:

@@ -47,6 +47,10 @@ class Zero:
     | 2 | gradients, too | (1 + 3/N) P | 2 P |
     | 3 | parameters, too | 4/N P | 3 P |
 
+    Axes of the mesh may be of type Auto or Explicit (`jax.make_mesh` makes the latter).  On
+    explicit axes a function has to say what jax cannot tell by itself, as ever:
+    ``embedding.at[tokens].get(out_sharding=P("data"))``.  In stage 3 it reads whole parameters.
+
     `jaxmem.value_and_grad`, `jaxmem.value_and_update` and `jaxmem.MultiSteps` take it.  In stages 1
     and 2 the gradient comes back in shards: nothing is gained by more than that.  What differs is
     a batch in microbatches with `batch_sharding`: stage 1 sums them on each device and

@@ -130,7 +130,6 @@ def adalomo(
                 # Both factors may be split over the same devices, which their product cannot be.
                 *stacked, row, column = _jax.split(g)
                 r, c = _jax.split_so(r, (*stacked, row)), _jax.split_so(c, (*stacked, column))
-                second = r / scale
                 mean = jnp.maximum(r.mean(-1, keepdims=True), jnp.finfo(r.dtype).tiny)
                 second = (r / mean)[..., :, None] * (c / scale)[..., None, :]
             u = g.astype(r.dtype) / jnp.sqrt(jnp.maximum(second, _LEAST))

@@ -385,8 +385,7 @@ def _after(index: Any, values: Sequence[Any]) -> Any:
     for value in values:
         if jnp.issubdtype(value.dtype, jnp.floating) and value.size:
             # Of a dimension that is typed as split over devices jax takes no single place.
-            split = jax.typeof(value).sharding.spec
-            first = value[tuple(slice(None) if axes else 0 for axes in split)].max()
+            first = value[tuple(slice(None) if axes else 0 for axes in _jax.split(value))].max()
             first = first.astype(jnp.float32)
             bits = lax.population_count(lax.bitcast_convert_type(first, jnp.int32))
             index = index + jnp.minimum(bits, 0)  # 0, which a compiler does not see
