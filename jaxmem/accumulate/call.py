@@ -123,6 +123,8 @@ def take_apart(
     keys = tuple(path for path in leaves if path[0] in rng)
     for path in keys:
         _check_key(names[path], leaves[path])
+    for path in (path for path in leaves if path[0] in carried):
+        _check_carried(names[path], leaves[path])
     if microbatches * devices > 1:
         alone = {path for path in leaves if path[0] in carried}.union(rows, keys)
         same = {names[path]: leaf for path, leaf in leaves.items() if path not in alone}
@@ -215,6 +217,14 @@ def _check_key(name: str, leaf: Any) -> None:
         raise TypeError(
             f"{name} is {described(leaf)}, and rng_argnums names random keys; pass one of "
             "jax.random.key"
+        )
+
+
+def _check_carried(name: str, leaf: Any) -> None:
+    if not _is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
+        raise TypeError(
+            f"{name} is {described(leaf)}, and carry_argnums names arrays, which each microbatch "
+            "returns for the next; pass what is no array as another argument"
         )
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.layers.bits import packed, unpacked
-from jaxmem.layers.checks import floats
+from jaxmem.layers.checks import flag, floats
 from jaxmem.layers.linear import linear
 
 # ---------------------------------------------------------------- types
@@ -96,7 +96,7 @@ def regelu2(x: Any, approximate: bool = True) -> jax.Array:
       an element.
 
     Raises:
-      TypeError: `x` is no array of floats.
+      TypeError: `x` is no array of floats, or `approximate` neither True nor False.
 
     Source: arXiv 2406.16282, section 4.
 
@@ -106,7 +106,8 @@ def regelu2(x: Any, approximate: bool = True) -> jax.Array:
     >>> kept.total_bytes, kept.rows[0].name
     (4096, 'regelu2')
     """
-    return stepped(GELU_TANH if approximate else GELU_ERF, floats("regelu2", x))
+    is_tanh = flag("regelu2", "approximate", approximate)
+    return stepped(GELU_TANH if is_tanh else GELU_ERF, floats("regelu2", x))
 
 
 def resilu2(x: Any) -> jax.Array:

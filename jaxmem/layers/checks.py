@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmem import _jax
 
@@ -35,14 +36,27 @@ def floats(name: str, x: Any) -> jax.Array:
     return array
 
 
+def flag(name: str, option: str, value: Any) -> bool:
+    """`value` as what an option is that is on or off.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"{name} takes {option} as True or False, got {value!r} of type {type(value).__name__}"
+        )
+    return bool(value)
+
+
 def rate(name: str, value: Any) -> float:
     """`value` as the probability of dropping an element.
 
     Raises:
-      TypeError: it is no Python number.
+      TypeError: it is no number of Python or numpy.
       ValueError: it is not from 0 to 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(
             f"{name} takes the rate as a Python number from 0 to 1, got {value!r} of type "
             f"{type(value).__name__}"

@@ -107,6 +107,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "argument 0 is in argnums and in carry_argnums; it can be only one of them",
     ),
+    "text carried": (
+        raised(mean_loss, W, BATCH, {"step": "first"}, **CARRY),
+        TypeError,
+        "'first' of type str, and carry_argnums names arrays, which each microbatch returns",
+    ),
     "integer parameters": (
         raised(mean_loss, {"kernel": jnp.ones((F, 4), int), "scale": jnp.ones(4)}, BATCH),
         TypeError,
