@@ -1,5 +1,6 @@
 """What a step needs in addition to what its plans keep, predicted before a compiler is asked."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -153,3 +154,17 @@ def test_what_is_updated_in_the_backward_pass_or_on_the_host_is_not_counted() ->
     assert abs(others(ordinary, weights) - others(fused, weights) - size) < few
     assert others(parts, weights) > others(fused, weights) + size - few
     assert others(fused, weights) - others(fused, on_host) == size
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_pythons_collector_is_as_it_was_after_planning_or_an_error(on: bool) -> None:
+    was_on = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        problem(lambda h: jax.grad(lambda h: jaxmem.remat_auto(jnp.tanh)(h).sum())(h), H)
+        assert gc.isenabled() == on
+        with pytest.raises(ValueError, match="nothing in the step is decorated"):
+            problem(jax.grad(lambda h: jnp.tanh(h).sum()), H)
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if was_on else gc.disable)()
