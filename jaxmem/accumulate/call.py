@@ -6,7 +6,7 @@ without axes are passed through as they are.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,16 @@ class Call:
     def carry(self) -> list[Any]:
         """The carried arguments as they begin."""
         return [self.argument(position, self.leaves) for position in self.carried]
+
+    def check_carried(self, positions: Collection[int]) -> None:
+        """Raises `TypeError` if something in these carried arguments is no array."""
+        for path, leaf in self.leaves.items():
+            is_number = hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+            if path[0] in positions and not is_number:
+                raise TypeError(
+                    f"{self.names[path]} is {described(leaf)}, and a carried argument is made of "
+                    "arrays; pass it in another argument, or let the function close over it"
+                )
 
     def argument(self, position: int, leaves: Mapping[Path, Any]) -> Any:
         """One positional argument, put together again."""
@@ -123,8 +133,6 @@ def take_apart(
     keys = tuple(path for path in leaves if path[0] in rng)
     for path in keys:
         _check_key(names[path], leaves[path])
-    for path in (path for path in leaves if path[0] in carried):
-        _check_carried(names[path], leaves[path])
     if microbatches * devices > 1:
         alone = {path for path in leaves if path[0] in carried}.union(rows, keys)
         same = {names[path]: leaf for path, leaf in leaves.items() if path not in alone}
@@ -217,14 +225,6 @@ def _check_key(name: str, leaf: Any) -> None:
         raise TypeError(
             f"{name} is {described(leaf)}, and rng_argnums names random keys; pass one of "
             "jax.random.key"
-        )
-
-
-def _check_carried(name: str, leaf: Any) -> None:
-    if not _is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
-        raise TypeError(
-            f"{name} is {described(leaf)}, and carry_argnums names arrays, which each microbatch "
-            "returns for the next; pass what is no array as another argument"
         )
 
 

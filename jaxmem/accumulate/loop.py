@@ -104,6 +104,7 @@ class _Loop:
         ]
 
     def run(self) -> Result:
+        self.call.check_carried(self.call.carried)
         carry = devices.own_keys(jax.tree.map(jnp.asarray, self.call.carry()), self.axes)
         terms, aux = self._shapes(carry)
         self.mean = not isinstance(terms, Weighted)

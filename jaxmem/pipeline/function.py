@@ -140,12 +140,7 @@ def called(options: Options, fun: Any, args: Any, kwargs: Any) -> Call:
             f"carry_argnums={options.carry_argnums} names an argument twice, of {len(args)}; name "
             "each once"
         )
-    for path, leaf in call.leaves.items():
-        if path[0] in carried and not _is_number(leaf):
-            raise TypeError(
-                f"{call.names[path]} is {described(leaf)}, and a carried argument is made of "
-                "arrays; pass it in another argument, or let the function close over it"
-            )
+    call.check_carried(carried)
     leaves = {
         path: jnp.asarray(leaf) if path[0] in carried else leaf
         for path, leaf in call.leaves.items()
@@ -246,11 +241,6 @@ def write_back(fun: Any, args: Any, kwargs: Any, after: Mapping[Path, Any]) -> N
 
 
 # ---------------------------------------------------------------- implementation
-
-
-def _is_number(leaf: Any) -> bool:
-    """Whether it is an array, or can be one."""
-    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
 
 
 def _is_weighted(leaf: Any) -> bool:

@@ -110,7 +110,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "text carried": (
         raised(mean_loss, W, BATCH, {"step": "first"}, **CARRY),
         TypeError,
-        "'first' of type str, and carry_argnums names arrays, which each microbatch returns",
+        "'first' of type str, and a carried argument is made of arrays; pass it in another",
     ),
     "integer parameters": (
         raised(mean_loss, {"kernel": jnp.ones((F, 4), int), "scale": jnp.ones(4)}, BATCH),
