@@ -286,9 +286,9 @@ class _Lives:
         if reduced := self._reduced_for(eqn, kind, behind):
             self._reduced.update((var, reduced) for var in eqn.outvars)
         fused = made and (kind == "fused" or eqn.primitive.name.startswith("scatter"))
-        joined = eqn.primitive.name == "concatenate" or any(
-            atom in self._joined for atom in filter(_jax.is_var, eqn.invars)
-        )
+        joined = eqn.primitive.name == "concatenate"
+        if self._joined and not joined:
+            joined = any(_jax.is_var(atom) and atom in self._joined for atom in eqn.invars)
         if joined and not made:
             self._joined.update(eqn.outvars)
         if self._compiler.merges_readers:

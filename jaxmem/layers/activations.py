@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmem.errors import check_flags
 from jaxmem.layers.bits import packed, unpacked
-from jaxmem.layers.checks import flag, floats
+from jaxmem.layers.checks import floats
 from jaxmem.layers.linear import linear
 
 # ---------------------------------------------------------------- types
@@ -106,8 +107,8 @@ def regelu2(x: Any, approximate: bool = True) -> jax.Array:
     >>> kept.total_bytes, kept.rows[0].name
     (4096, 'regelu2')
     """
-    is_tanh = flag("regelu2", "approximate", approximate)
-    return stepped(GELU_TANH if is_tanh else GELU_ERF, floats("regelu2", x))
+    check_flags(approximate=approximate)
+    return stepped(GELU_TANH if approximate else GELU_ERF, floats("regelu2", x))
 
 
 def resilu2(x: Any) -> jax.Array:

@@ -36,19 +36,6 @@ def floats(name: str, x: Any) -> jax.Array:
     return array
 
 
-def flag(name: str, option: str, value: Any) -> bool:
-    """`value` as what an option is that is on or off.
-
-    Raises:
-      TypeError: it is neither.
-    """
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(
-            f"{name} takes {option} as True or False, got {value!r} of type {type(value).__name__}"
-        )
-    return bool(value)
-
-
 def rate(name: str, value: Any) -> float:
     """`value` as the probability of dropping an element.
 

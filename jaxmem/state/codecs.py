@@ -353,15 +353,12 @@ def _in_whole_blocks(value: jax.Array, block: int) -> jax.Array:
     """An array that is split over devices, as its type tells: whole, if that cuts blocks apart."""
     leading, merged = _split(value.shape, block)
     axes = _jax.split(value)
-    own, *others = axes[len(leading) :] or (None,)
-    if own is None and not any(others):
-        return value
-    mesh = jax.typeof(value).sharding.mesh
-    names = (own,) if isinstance(own, str) else own or ()
-    devices = math.prod(mesh.shape[name] for name in names)
-    if not any(others) and merged % (devices * block) == 0:
-        return value
-    return _jax.split_so(value, (*axes[: len(leading)], *[None] * (value.ndim - len(leading))))
+    first, *others = axes[len(leading) :] or (None,)
+    names = (first,) if isinstance(first, str) else first or ()
+    devices = math.prod(jax.typeof(value).sharding.mesh.shape[name] for name in names)
+    if any(others) or merged % (devices * block):
+        return _jax.split_so(value, (*axes[: len(leading)], *[None] * (value.ndim - len(leading))))
+    return value
 
 
 def _joined(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -367,7 +367,7 @@ def test_in_a_shard_map() -> None:
         ),
         (
             lambda layers: layers.regelu2(jnp.ones(3), approximate="none"),
-            "regelu2 takes approximate as True or False, got 'none' of type str",
+            "approximate must be True or False, got 'none' of type str",
         ),
         (
             lambda layers: layers.norm_linear(jnp.ones((2, 3)), jnp.ones((4, 5))),
