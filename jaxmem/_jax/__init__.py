@@ -3,7 +3,7 @@
 Three things are needed that jax's public API does not give: evaluating a jaxpr equation by
 equation, keeping source lines and name stacks (`evaluation`); the parts of equations whose
 parameters differ between releases (`jaxprs`); and primitives with rules of their own (`primitives`,
-`rules`, `keys`).
+`rules`, `keys`, `rows`).
 """
 
 import jaxmem._jax.rules  # noqa: F401  (the primitives get their rules)
@@ -81,6 +81,8 @@ from jaxmem._jax.propagation import mesh_of as mesh_of
 from jaxmem._jax.propagation import read as read
 from jaxmem._jax.propagation import read_number as read_number
 from jaxmem._jax.propagation import splits as splits
+from jaxmem._jax.rows import exported_in_rows as exported_in_rows
+from jaxmem._jax.rows import row_major as row_major
 from jaxmem._jax.tracing import cleared_with_jax as cleared_with_jax
 from jaxmem._jax.tracing import flax_config as flax_config
 from jaxmem._jax.tracing import is_staged as is_staged

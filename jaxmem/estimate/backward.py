@@ -104,8 +104,13 @@ def interleaved_pullback(
     tape: Sequence[Any],
     ct_carry: Sequence[Any],
     ct_y: Sequence[Any],
+    waits: bool = True,
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """As `Layer.pullback`; what is recomputed waits for the gradient that needs it."""
+    """As `Layer.pullback`; what is recomputed waits for the gradient that needs it.
+
+    Args:
+      waits: for those of the layer's results, too.
+    """
     backward = backward_of(layer, interleaved=True)
     closed = backward.closed
     pairs = zip(layer.kept, tape, strict=True)
@@ -125,8 +130,9 @@ def interleaved_pullback(
         if step.recomputed:
             again = [closed.jaxpr.eqns[at] for at in step.recomputed]
             given = [values[var] for var in step.reads]
-            waits, later = tied([values[var] for var in step.waits], given)
-            values.update(zip(step.waits, waits, strict=True))
+            first = [var for var in step.waits if waits or var not in backward.gradients]
+            fenced, later = tied([values[var] for var in first], given)
+            values.update(zip(first, fenced, strict=True))
             behind.update(zip(step.reads, later, strict=True))
             values.update((var, behind[var]) for var in step.reads if var not in parameters)
             with jax.named_scope(_jax.RECOMPUTED):
@@ -157,7 +163,7 @@ def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[A
         places = [place for place, value in enumerate(values) if _jax.varying(value) == kind]
         same = [place for place, value in enumerate(before) if _jax.varying(value) == kind]
         several = [*(before[place] for place in same), *(values[place] for place in places)]
-        fenced = lax.optimization_barrier(several)
+        fenced = lax.optimization_barrier(list(map(_jax.row_major, several)))
         for place, value in zip(same, fenced[: len(same)], strict=True):
             before[place] = value
         for place, value in zip(places, fenced[len(same) :], strict=True):

@@ -210,10 +210,12 @@ class UnrolledRegion(Region):
     Attributes:
       chain: the code, cut into stages.
       values: of each segment, by its layer's digest, the values by place.
+      waits: see `jaxmem.unrolled.plan.UnrolledPlan`.
     """
 
     chain: Chain
     values: dict[str, tuple[LayerValue, ...]]
+    waits: bool = True
 
     def candidates(
         self, several: bool, later_bytes: int, turn_bytes: int = 0
@@ -227,7 +229,7 @@ class UnrolledRegion(Region):
         return self.uses.live * self.chain.result_bytes if several else 0
 
     def plan(self, candidate: Candidate) -> RegionPlan:
-        plan = self.chain.plan(_steps(candidate))
+        plan = self.chain.plan(_steps(candidate), self.waits)
         return RegionPlan(self.digest, self.inputs, self.where, plan)
 
     def decisions(self, candidate: Candidate) -> list[ValueDecision]:

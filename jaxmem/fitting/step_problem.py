@@ -275,6 +275,9 @@ def _built(
     # The region that is reversed first has the loss next to what it keeps.
     last = turn.bytes * devices // regions[-1].of_one_device(devices, devices)
     turns = [*[0] * (len(regions) - 1), last]
+    in_products = collector.roofline.compiler.fuses_operands
+    if in_products and turn.bytes and isinstance(regions[-1], UnrolledRegion):
+        regions[-1].waits = regions[-1].uses.times > 1  # then a copy of it may come behind it
     fastest = [
         region.candidates(several, min(gradients, region.param_bytes), turn_bytes)
         for region, turn_bytes in zip(regions, turns, strict=True)

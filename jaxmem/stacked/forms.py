@@ -28,6 +28,7 @@ class Form:
     Attributes:
       interleaved: whether what one layer recomputes waits, operation by operation, for the
         gradients that need it: a layer of many operations that is in no loop.
+      waits: whether it waits for those of the layer's results as well.
     """
 
     body: Body
@@ -35,6 +36,7 @@ class Form:
     reverse: bool = False
     unroll: Any = 1
     interleaved: bool = False
+    waits: bool = True
 
     def index(self, step: Any) -> Any:
         """Where in the stacked inputs the layer of this step of the computation is."""

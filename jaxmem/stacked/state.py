@@ -1,6 +1,7 @@
 """What the backward pass carries from layer to layer, and buffers of carries."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,7 +111,9 @@ def pull(
     consts, _, xs = layer.body.split_in(args)
     xs = into.inputs(xs, state.xs, layer.wrt_x)
     ct_y = form.at(ct_ys, step)
-    pullback = interleaved_pullback if form.interleaved and layer.recomputes else Layer.pullback
+    pullback = Layer.pullback
+    if form.interleaved and layer.recomputes:
+        pullback = functools.partial(interleaved_pullback, waits=form.waits)
     g_consts, ct_carry, g_x = pullback(layer, consts, form.at(xs, step), tape, state.carry, ct_y)
     return Cotangents(
         [total + g for total, g in zip(state.consts, g_consts, strict=True)],

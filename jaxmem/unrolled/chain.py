@@ -161,9 +161,13 @@ class Chain:
         seconds = extra_seconds(steps, self._single, self._merged)
         return self._held(ChainPlan(self._needed(steps), seconds, steps), several, stacked)
 
-    def plan(self, steps: Sequence[Kept | Recomputed]) -> UnrolledPlan:
-        """A plan of the chain as one of the code."""
-        return UnrolledPlan(len(self.code), _joined([self._piece(step) for step in steps]))
+    def plan(self, steps: Sequence[Kept | Recomputed], waits: bool = True) -> UnrolledPlan:
+        """A plan of the chain as one of the code.
+
+        Args:
+          waits: see `UnrolledPlan`.
+        """
+        return UnrolledPlan(len(self.code), _joined([self._piece(step) for step in steps]), waits)
 
     # ------------------------------------------------------------ implementation
 

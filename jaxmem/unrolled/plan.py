@@ -34,6 +34,9 @@ class UnrolledPlan:
     Attributes:
       length: number of operations.
       pieces: first to last, covering all of them.
+      waits: whether what the last piece recomputes waits for the gradients of the results, too.
+        The compiler of TPUs computes the gradient of a loss in the products that read it, unless
+        something waits for it: then that is an array, of logits as large as all layers at times.
 
     >>> plan = UnrolledPlan(10, (Piece(0, 6, inner=(Piece(0, 3), Piece(3, 6))), Piece(6, 10)))
     >>> print(plan)
@@ -44,13 +47,15 @@ class UnrolledPlan:
 
     length: int
     pieces: tuple[Piece, ...]
+    waits: bool = True
 
     def __post_init__(self) -> None:
         _check(self.pieces, 0, self.length, "pieces")
 
     def to_data(self) -> dict[str, Any]:
         """What JSON can hold."""
-        return {"length": self.length, "pieces": [_data(piece) for piece in self.pieces]}
+        data = {"length": self.length, "pieces": [_data(piece) for piece in self.pieces]}
+        return data if self.waits else {**data, "waits": False}
 
     @classmethod
     def from_data(cls, data: Any) -> "UnrolledPlan":
@@ -59,11 +64,14 @@ class UnrolledPlan:
         Raises:
           ValueError: it is none; says where.
         """
-        if not isinstance(data, dict) or data.keys() != {"length", "pieces"}:
+        if not isinstance(data, dict) or data.keys() - {"waits"} != {"length", "pieces"}:
             raise ValueError(f"expected an object with length and pieces, got {str(data)[:40]}")
         if not _is_whole(data["length"]):
             raise ValueError(f"bad plan: length: expected a number, got {str(data['length'])[:40]}")
-        return cls(data["length"], _pieces(data.get("pieces"), "pieces"))
+        waits = data.get("waits", True)
+        if not isinstance(waits, bool):
+            raise ValueError(f"bad plan: waits: expected true or false, got {str(waits)[:40]}")
+        return cls(data["length"], _pieces(data.get("pieces"), "pieces"), waits)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

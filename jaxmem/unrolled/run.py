@@ -26,17 +26,21 @@ def run(code: Code, plan: UnrolledPlan, args: Sequence[Any]) -> list[Any]:
     jaxpr = code.closed.jaxpr
     values = dict(zip(jaxpr.constvars, code.closed.consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
-    _run(code, plan.pieces, values)
+    _run(code, plan.pieces, values, plan.waits)
     return [values[a] if _jax.is_var(a) else a.val for a in jaxpr.outvars]
 
 
-def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any]) -> None:
-    """Evaluate pieces; `values` holds what they read, and then what they make."""
+def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: bool) -> None:
+    """Evaluate pieces; `values` holds what they read, and then what they make.
+
+    Args:
+      waits: see `UnrolledPlan`.
+    """
     readers = Counter(var for piece in pieces for var in code.reads(piece.first, piece.last))
     shared = {var for var, count in readers.items() if count > 1}
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
-        found = _function(code, piece)(*_together(code, reads, shared, values))
+        found = _function(code, piece, waits)(*_together(code, reads, shared, values))
         values.update(zip(gives, found, strict=True))
 
 
@@ -74,14 +78,14 @@ def _(values: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[list[Any], 
     return values[0], lax.optimization_barrier(tangents[0])
 
 
-def _function(code: Code, piece: Piece) -> Any:
+def _function(code: Code, piece: Piece, waits: bool) -> Any:
     """A piece as a function from what it reads to what it gives."""
     if piece.inner:
 
         def again(*given: Any) -> list[Any]:
             reads, gives = (at(piece.first, piece.last) for at in (code.reads, code.gives))
             values = dict(zip(reads, _jax.same_keys(given), strict=True))
-            _run(code, piece.inner, values)
+            _run(code, piece.inner, values, waits)
             return _jax.same_keys([values[var] for var in gives])
 
         return _by_plan(jax.checkpoint(again))
@@ -91,7 +95,7 @@ def _function(code: Code, piece: Piece) -> Any:
 
     if piece.keep is None:
         return as_it_stands
-    return _kept(code, piece)
+    return _kept(code, piece, waits or piece.last < len(code))
 
 
 def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -102,7 +106,7 @@ def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return run
 
 
-def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
+def _kept(code: Code, piece: Piece, waits: bool) -> Callable[..., list[Any]]:
     """A piece of which single values are kept."""
     body, first = code.body(piece.first, piece.last)
     keep, offload = (
@@ -111,7 +115,7 @@ def _kept(code: Code, piece: Piece) -> Callable[..., list[Any]]:
     )
 
     def run(*given: Any) -> list[Any]:
-        form = Form(body, 1, interleaved=True)
+        form = Form(body, 1, interleaved=True, waits=waits)
         stack = KeptSegment(form, Names(), keep=keep, offload=offload, known=code.known_layers)
         numbers = code.numbers(piece.first, piece.last).values()
         return [out[0] for out in _jax.bind_stack(stack, [*given, *numbers])]

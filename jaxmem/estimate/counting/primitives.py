@@ -28,8 +28,8 @@ FREE = _names(
     bitcast_convert_type broadcast_in_dim broadcast_to clz complex concatenate conj
     convert_element_type copy copy_p create_token debug_callback debug_print device_put
     dim_as_value dynamic_slice dynamic_update_slice empty empty2 empty_ref free_ref freeze
-    from_edtype gather get imag iota iota_2x32_shape jaxmem_read layout_constraint
-    lu_pivots_to_permutation
+    from_edtype gather get imag iota iota_2x32_shape jaxmem_read jaxmem_rows
+    layout_constraint lu_pivots_to_permutation
     mesh_cast mulhi name new_ref not optimization_barrier or pad pbroadcast pcast philox2x32
     philox4x32 pin platform_index population_count ppermute preduced pvary ragged_all_to_all
     random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap
@@ -46,7 +46,7 @@ FREE = _names(
 VIEWS = _names(
     """
     bitcast_convert_type copy_p dynamic_slice empty empty2 expand_dims freeze from_edtype get
-    layout_constraint mesh_cast name optimization_barrier pcast pin preduced pvary
+    jaxmem_rows layout_constraint mesh_cast name optimization_barrier pcast pin preduced pvary
     reduced_vary_cast reduced_vary_cast_p relayout reshape reshard sharding_constraint slice
     split squeeze stop_gradient to_edtype transpose unpin unstack vary_unreduced_cast
     vary_unreduced_cast_p
