@@ -28,9 +28,6 @@ def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any]
     if compiler.fuses_operands:
         taken -= _Ends(jaxpr, compiler, of_products).inside_of_products
     found = {*jaxpr.invars, *jaxpr.constvars, *taken}
-    if compiler.gathers_from_memory:
-        gathers = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "gather")
-        found.update(filter(_jax.is_var, (eqn.invars[0] for eqn in gathers)))
     for eqn in jaxpr.eqns:
         kind = kind_in(eqn)
         if kind in ("kernel", "reduction"):

@@ -17,8 +17,6 @@ class Compiler:
       counts_operations: whether what is elementwise is kept or computed twice goes by the number of
         its operations that are not cheap; else by what they cost, and by the bytes of an element.
       fuses_operands: matrix products compute what is elementwise in front of them themselves.
-      gathers_from_memory: what is gathered from is an array, however it is computed; else it is
-        computed where it is read.
       rounds_operands: of what they read in float32, and nothing else reads, bfloat16 is stored.
       fuses_results: they make what follows from their result alone in the place of it.
       copies_layouts: what a loop keeps of each layer is copied where products want it transposed.
@@ -50,7 +48,6 @@ class Compiler:
     delays: bool = True
     counts_operations: bool = False
     fuses_operands: bool = False
-    gathers_from_memory: bool = False
     rounds_operands: bool = False
     fuses_results: bool = False
     copies_layouts: bool = False
@@ -81,7 +78,6 @@ GPU = Compiler(
 TPU = Compiler(
     counts_operations=True,
     fuses_operands=True,
-    gathers_from_memory=True,
     rounds_operands=True,
     fuses_results=True,
     copies_layouts=True,

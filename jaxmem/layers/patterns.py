@@ -74,10 +74,12 @@ def relu_matches(makers: Makers) -> Iterator[Match]:
         inner = _jax.as_closed(eqn.params["call_jaxpr"])
         if [e.params.get("name") for e in inner.jaxpr.eqns] != ["relu"]:
             continue
-        eqns = _jax.inlined(inner).jaxpr.eqns
-        zeros = [a.val for e in eqns for a in e.invars if _jax.is_literal(a)]
-        eqns = [e for e in eqns if e.primitive.name not in SPREADING]
-        is_max = [e.primitive.name for e in eqns] == ["max"] and [float(z) for z in zeros] == [0.0]
+        called = Makers(_jax.inlined(inner).jaxpr)
+        *others, last = called.jaxpr.eqns
+        known = [called.literal(atom) for atom in last.invars]
+        zeros = [float(atom.val) for atom in known if _jax.is_literal(atom)]
+        spread = all(_jax.is_literal(called.literal(var)) for e in others for var in e.outvars)
+        is_max = last.primitive.name == "max" and spread and zeros == [0.0]
         if is_max and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
             yield Match(place, list(eqn.invars), masks.relu, "relu", "relu", "exact")
 

@@ -3,6 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jax.extend.core import Literal
+
 from jaxmem import _jax
 
 # How `jax.shard_map` says that a value, from here on, may differ between devices.
@@ -36,11 +39,20 @@ class Makers:
         return None if at is None else self.jaxpr.eqns[at]
 
     def literal(self, atom: Any) -> Any:
-        """The literal that a value is, if it is one: as it stands, or spread over devices."""
+        """The literal that a value is, if it is one: as it stands, or spread over devices.
+
+        From jax 0.12 on a number is spread as Python has it, and converted then.
+        """
         eqn = self.of(atom)
-        if eqn is not None and eqn.primitive.name in SPREADING and _jax.is_literal(eqn.invars[0]):
-            return eqn.invars[0]
-        return atom
+        if eqn is None or atom.aval.shape:
+            return atom
+        name = eqn.primitive.name
+        if name not in SPREADING and name != "convert_element_type":
+            return atom
+        known = self.literal(eqn.invars[0])
+        if not _jax.is_literal(known):
+            return atom
+        return Literal(np.asarray(known.val).astype(atom.aval.dtype), atom.aval)
 
     def piece(self, ins: Sequence[Any], outs: Sequence[Any]) -> Piece | None:
         """What makes `outs` of `ins`; None if that needs anything else."""
