@@ -26,6 +26,7 @@ def step(weights, tokens, labels, decorate=jaxmem.remat_auto):
             up, down = layer.astype(jnp.bfloat16)
             h = h + jax.nn.gelu(h @ up) @ down.T
             h = jax.nn.standardize(h)
+        up, down = layers[-1].astype(jnp.bfloat16)
         h = jax.nn.standardize(jax.nn.gelu(h @ up @ down.T))
         return h @ embedding.astype(jnp.bfloat16).T + bias.astype(jnp.bfloat16)
 
