@@ -75,6 +75,8 @@ def relu_matches(makers: Makers) -> Iterator[Match]:
         if [e.params.get("name") for e in inner.jaxpr.eqns] != ["relu"]:
             continue
         called = Makers(_jax.inlined(inner).jaxpr)
+        if not called.jaxpr.eqns:
+            continue
         *others, last = called.jaxpr.eqns
         known = [called.literal(atom) for atom in last.invars]
         zeros = [float(atom.val) for atom in known if _jax.is_literal(atom)]

@@ -162,6 +162,20 @@ def test_what_is_no_such_layer_is_left_alone(f: Any) -> None:
         )
 
 
+def test_what_is_called_relu_and_does_nothing_is_left() -> None:
+    @jax.custom_jvp
+    def model(x: Any) -> Any:
+        @jax.jit
+        def relu(x: Any) -> Any:
+            return x
+
+        return relu(x)
+
+    model.defjvps(lambda tangent, out, x: tangent)
+    with pytest.warns(NoEffectWarning):
+        assert not jaxmem.replacements(jaxmem.low_memory(model), numbers((4, 8)))
+
+
 def norm_in_float32(x: Any) -> Any:
     wide = x.astype("float32")
     mean = wide.mean(-1, keepdims=True)
