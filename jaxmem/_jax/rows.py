@@ -6,7 +6,6 @@ goes through makes a copy of its own.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -16,8 +15,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-# An array is stored in tiles of so many rows, for elements of four bytes, and columns.
-_ROWS, _COLUMNS = 8, 128
+# An array is stored in tiles of so many columns, and of rows of so many bytes in each of these.
+_COLUMN_BYTES, _COLUMNS = 32, 128
 
 rows_p = Primitive("jaxmem_rows")
 
@@ -77,4 +76,4 @@ def _fills_tiles(array: Any) -> bool:
     if len(array.shape) < 2 or not isinstance(array.dtype, np.dtype):  # of keys that is their own
         return False
     rows, columns = array.shape[-2:]
-    return columns % _COLUMNS == 0 and rows % math.ceil(_ROWS * 4 / array.dtype.itemsize) == 0
+    return columns % _COLUMNS == 0 and rows % (_COLUMN_BYTES // array.dtype.itemsize) == 0
