@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers.budgeted import problem as problem_of
+from helpers.budgeted import question
 from helpers.menagerie import assert_close, exact_jit
 
 import jaxmem
-from jaxmem.fitting.compile_request import CompileRequest
-from jaxmem.fitting.step_problem import build_problem
 from jaxmem.unrolled import Piece, UnrolledPlan
 
 
@@ -44,10 +44,6 @@ def shapes(rows: int, words: int, width: int = 256):
     return weights, spec((rows,), "int32"), spec((rows,), "int32")
 
 
-def asked(target: str, *args):
-    return CompileRequest(step, args, {}, target, (), (), None, 900.0, True)
-
-
 def waits(plan) -> bool:
     (region,) = plan.regions
     return region.plan.waits
@@ -61,8 +57,9 @@ def waiting(plan):
 
 
 def test_the_gradient_of_the_logits_is_no_array():
-    ask = asked("v5e-16g", *shapes(4096, 32768))
-    problem = build_problem(ask, False, "roofline")
+    args = shapes(4096, 32768)
+    problem = problem_of(step, *args, target="v5e-16g")
+    ask = question(step, *args, target="v5e-16g")
     plan = problem.plan(len(problem.front) // 2)
     assert not waits(plan)
     without, with_it = (ask.begin(one).result() for one in (plan, waiting(plan)))
@@ -72,12 +69,12 @@ def test_the_gradient_of_the_logits_is_no_array():
 
 
 def test_on_gpus_all_waits():
-    problem = build_problem(asked("h100-80g", *shapes(512, 512)), False, "roofline")
+    problem = problem_of(step, *shapes(512, 512), target="h100-80g")
     assert all(waits(problem.plan(place)) for place in range(len(problem.front)))
 
 
 def test_numbers_are_the_same():
-    problem = build_problem(asked("v5e-16g", *shapes(64, 128, 32)), False, "roofline")
+    problem = problem_of(step, *shapes(64, 128, 32), target="v5e-16g")
     args = jax.tree.map(
         lambda spec: (
             jax.random.randint(jax.random.key(0), spec.shape, 0, 128)

@@ -4,13 +4,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.budgeted import problem, question
 from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem import _jax
-from jaxmem.fitting.compile_request import CompileRequest
-from jaxmem.fitting.step_problem import build_problem
 
 WIDTH = 512
 
@@ -31,26 +30,25 @@ def gradient(batch: int, blocks: int = 3):
 
 def planned(batch: int):
     step, args = gradient(batch)
-    ask = CompileRequest(step, args, {}, "v5e-16g", (), (), None, 900.0, True)
-    return build_problem(ask, False, "roofline"), ask
+    return problem(step, *args, target="v5e-16g"), question(step, *args, target="v5e-16g")
 
 
 def test_no_barrier_has_a_copy_of_its_own(monkeypatch):
-    problem, ask = planned(65536)
-    middle = len(problem.front) // 2
-    with_rows = problem.report(ask, middle)
+    found, ask = planned(65536)
+    middle = len(found.front) // 2
+    with_rows = found.report(ask, middle)
     monkeypatch.setattr(_jax, "row_major", lambda array: array)
-    without = problem.report(ask, middle)
+    without = found.report(ask, middle)
     assert with_rows.temp_bytes < 0.85 * without.temp_bytes
     assert with_rows.matmul_flops == without.matmul_flops
-    predicted = problem.predicted[middle]
+    predicted = found.predicted[middle]
     assert abs(predicted / with_rows.required_bytes - 1) < 0.02
 
 
 def test_a_step_under_its_plan_is_exported_as_ever():
-    problem, _ = planned(1024)
+    found, _ = planned(1024)
     step, args = gradient(1024)
-    with jaxmem.use_plan(problem.plan(len(problem.front) // 2)):
+    with jaxmem.use_plan(found.plan(len(found.front) // 2)):
         written = export.export(jax.jit(step), platforms=["tpu"])(*args).serialize()
     assert export.deserialize(written).platforms == ("tpu",)
 
