@@ -32,8 +32,9 @@ from jaxmem.unrolled.whole import whole_layers
 
 # How many ways to keep what all of the code needs as one segment are looked at.
 _LOOKS = 200
-# So many operations are looked at together.
+# So many operations are looked at together, of two stages or of all; of another number so many.
 _TOGETHER = 450
+_SEVERAL = 250
 
 # ---------------------------------------------------------------- types
 
@@ -183,7 +184,10 @@ class Chain:
         while width < count:
             spans.update((k, min(k + width, count)) for k in range(0, count, width))
             width *= 2
-        found.update(one for one in spans if cuts[one[1]] - cuts[one[0]] <= _TOGETHER)
+        for first, after in spans:
+            few = after - first == 2 or after - first == count
+            if cuts[after] - cuts[first] <= (_TOGETHER if few else _SEVERAL):
+                found.add((first, after))
         return sorted(found, key=lambda one: (one[1] - one[0], one))
 
     def _piece(self, step: Kept | Recomputed) -> Piece:
