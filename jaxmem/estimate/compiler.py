@@ -32,8 +32,7 @@ class Compiler:
         in another order of axes than it was written in, or gathers rows of it along another axis
         than the leading one; see `jaxmem.estimate.stacks`.
       reduces_inside: rows are reduced in the kernel that computes from them and from what they are
-        reduced to (a softmax, a norm, and their derivatives), and does not write over them.  Where
-        that is kept, a kernel of its own reads the rows for it.
+        reduced to (a softmax, a norm, and their derivatives), and does not write over them.
       sums_late: a product whose result is summed over devices, and that nothing reads before the
         end of the backward pass, is computed there, piece by piece, so that its operands wait.
       frees_early: of scanned layers, products that no other waits for, as the gradients of

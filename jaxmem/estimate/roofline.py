@@ -100,10 +100,6 @@ class Roofline:
         """Seconds to keep so many bytes: next to none for what is in memory anyway."""
         return self._moved(size * (FUSED_SHARE if in_memory else 1))
 
-    def read(self, size: int) -> float:
-        """Seconds to read so many bytes once more."""
-        return self._moved(size)
-
     def sent(self, size: int) -> float:
         """Seconds to send so many bytes to the host and to have them back."""
         return 2 * size / self.host_bandwidth
