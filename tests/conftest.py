@@ -7,9 +7,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import jax
 import pytest
 from helpers.xla_flags import FLAGS
+
+# Machines are slow now and then, and what is tested is not how long an example takes.
+hypothesis.settings.register_profile("jaxmem", deadline=None)
+hypothesis.settings.load_profile("jaxmem")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 import jaxmem
 from jaxmem import AdamA, AdamAState, Weighted
 
-TINY = settings(deadline=None, derandomize=True, max_examples=8)
+TINY = settings(derandomize=True, max_examples=8)
 F = 3
 W = {"kernel": jnp.linspace(-0.9, 1.1, 6).reshape(F, 2), "bias": jnp.array([0.5, -0.2])}
 

@@ -25,7 +25,7 @@ from jax.core import Tracer
 
 import jaxmem
 
-TINY = settings(deadline=None, derandomize=True, max_examples=12)
+TINY = settings(derandomize=True, max_examples=12)
 
 
 def run(tx: Any, grads: Iterable[Any], params: Any = PARAMS, **given: Any) -> list[Any]:

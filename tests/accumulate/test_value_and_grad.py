@@ -38,7 +38,7 @@ from jaxmem.accumulate.split import Split
 from jaxmem.hlo import text as hlo
 from jaxmem.hlo.flops import matmul_flops
 
-TINY = settings(deadline=None, derandomize=True, max_examples=10)
+TINY = settings(derandomize=True, max_examples=10)
 COMPILED = settings(TINY, max_examples=5)  # where each example is a program of its own
 
 # ---------------------------------------------------------------- any tree, any batch

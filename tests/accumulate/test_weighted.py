@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import jaxmem
 from jaxmem import Weighted
 
-TINY = settings(deadline=None, derandomize=True, max_examples=60)
+TINY = settings(derandomize=True, max_examples=60)
 
 NUMBERS = st.floats(-100, 100, width=32)
 TERM = st.tuples(NUMBERS, st.sampled_from([0.0, 0.5, 1.0, 3.0, 4096.0]))

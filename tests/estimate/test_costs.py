@@ -109,7 +109,7 @@ def _dots(draw: st.DrawFn) -> tuple[Any, Any, Any]:
 
 
 @given(_dots())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_dot_general_costs_two_for_each_product(case: Any) -> None:
     lhs, rhs, numbers = case
     (lhs_con, rhs_con), (_, rhs_batch) = numbers

@@ -18,7 +18,7 @@ from side.sizes import ALL, BATCH, FIT, MODEL, PARTS, PLAIN, REMAT, Row
 # ---------------------------------------------------------------- the search
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     fixed=st.integers(0, 10**10),
     slope=st.integers(1, 10**9),

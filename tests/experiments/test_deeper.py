@@ -42,7 +42,7 @@ def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(
     assert main(options) == rows
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     st.integers(0, 50), st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 40)
 )

@@ -521,7 +521,7 @@ UNROLLED_PLAN = """{"jaxmem_step_plan": 2, "target": "", "versions": [["jax", "1
 
 
 @given(st.data())
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 def test_damaged_plans_are_refused_and_nothing_else_happens(data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([fitted_once().plan.to_json(), UNROLLED_PLAN]))
     whole = json.loads(text)

@@ -54,7 +54,7 @@ def found() -> Frontier:
 # ---------------------------------------------------------------- which plans
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=70, unique=True), st.integers(2, 12))
 def test_points_are_spread_over_the_whole_front(sizes: list[int], points: int):
     sizes.sort(reverse=True)

@@ -346,7 +346,7 @@ def programs(draw: st.DrawFn) -> tuple[list[tuple[str, list[str]]], int]:
 
 
 @given(programs())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_fused_an_elementwise_program_moves_what_crosses_its_border(
     program: tuple[list[tuple[str, list[str]]], int],
 ):

@@ -78,7 +78,7 @@ def with_odd_ones(x: jax.Array) -> jax.Array:
     bits=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_what_is_packed_comes_back(shape: tuple[int, ...], bits: int, seed: int) -> None:
     given = np.random.default_rng(seed).integers(0, 2**bits, shape, np.uint8)
     codes = packed(jnp.asarray(given), bits)

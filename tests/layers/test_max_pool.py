@@ -57,7 +57,7 @@ def test_values_and_gradients_are_those_of_flax(how: Any, dtype: str) -> None:
     )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     lengths=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     window=st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -56,7 +56,7 @@ DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
 
 
 @given(how=poolings(), dtype=DTYPES, seed=st.integers(0, 99))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_it_is_jaxs_own_gradient(how: Any, dtype: str, seed: int) -> None:
     """Of whole numbers with many ties, sums of which are exact; infinities and NaN among them."""
     rng = np.random.default_rng(seed)

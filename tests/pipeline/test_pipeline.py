@@ -130,7 +130,7 @@ FLAGS = ("tied", "counts", "masked", "auxiliary", "reverse", "weighted")
     policy=st.sampled_from([None, "none", "dots", "sqrt"]),
     even=st.booleans(),
 )
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 def test_random_models(
     layers: int,
     flags: set[str],

@@ -142,7 +142,7 @@ FLAGS = ("before", "inside", "after", "weighted", "reverse")
     policy=st.sampled_from([None, "none", "sqrt"]),
     even=st.booleans(),
 )
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4, derandomize=True)
 def test_random_models(
     layers: int,
     flags: set[str],

@@ -24,7 +24,7 @@ STAGES = st.integers(2, 8)
 
 
 @given(name=st.sampled_from(NAMES), stages=STAGES, groups=st.integers(1, 4), v=st.integers(2, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_bubble_is_as_published(name: str, stages: int, groups: int, v: int) -> None:
     """(S − 1) / (m + S − 1); where stages are interleaved, with v m in the place of m."""
     m, v = (stages * groups, v) if name == "interleaved" else (groups * 3, 1)
@@ -38,7 +38,7 @@ def test_the_bubble_is_as_published(name: str, stages: int, groups: int, v: int)
 
 
 @given(stages=STAGES, m=st.integers(1, 20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_how_many_microbatches_are_in_flight(stages: int, m: int) -> None:
     def held(name: str) -> tuple[int, ...]:
         return PipelineSchedule.of(name, stages, m).in_flight
@@ -62,7 +62,7 @@ def test_in_lockstep_eager_stages_take_the_least_time() -> None:
 
 
 @given(name=st.sampled_from(NAMES), stages=STAGES, groups=st.integers(1, 3), v=st.integers(2, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_work_is_done_once_and_after_what_it_needs(
     name: str, stages: int, groups: int, v: int
 ) -> None:
@@ -88,7 +88,7 @@ def test_all_work_is_done_once_and_after_what_it_needs(
 
 
 @given(name=st.sampled_from(NAMES), stages=STAGES, groups=st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_held_is_there_when_it_is_used(name: str, stages: int, groups: int) -> None:
     """And in no more places than the schedule bounds: S for 1F1B."""
     m, v = stages * groups, 2 if name == "interleaved" else 1
@@ -146,7 +146,7 @@ def test_a_picture(tmp_path: Path) -> None:
     layers=st.integers(2, 12),
     others=st.lists(st.integers(0, 8), min_size=2, max_size=4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_other_sizes_are_faster(layers: int, others: list[int]) -> None:
     layers = max(layers, len(others))
     sizes = balanced(layers, 2.0, others)

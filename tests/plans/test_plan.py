@@ -556,7 +556,7 @@ RUNS = st.lists(
 
 
 @given(RUNS)
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(derandomize=True, max_examples=50)
 def test_runs_survive_json(runs):
     plan = Plan.keep(runs)
     again = Plan.from_json(plan.to_json())

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.pages import all_words, check_png, on_gpu, overlaps, parsed, some_buffer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -215,7 +215,6 @@ def test_bad_input(kept):
 SIZES = st.integers(1, 6)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(SIZES, st.none() | SIZES), min_size=1, max_size=12))
 def test_pareto_is_what_brute_force_finds(kept, sizes):
     reports = {str(k): sized(kept, need, work) for k, (need, work) in enumerate(sizes)}

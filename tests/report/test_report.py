@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem import MemoryReport, memory_report
@@ -390,7 +390,6 @@ reports = st.builds(
 
 
 @given(reports)
-@settings(deadline=None)
 def test_json_there_and_back(report):
     assert MemoryReport.from_json(report.to_json()) == report
     str(report)

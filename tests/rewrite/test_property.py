@@ -121,7 +121,6 @@ def cases(draw: Any) -> Any:
 
 @settings(
     max_examples=30,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

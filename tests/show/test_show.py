@@ -250,7 +250,7 @@ def test_plain_text_lives_through_a_pipe(report):
 NAMES = st.text(max_size=30)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.tuples(NAMES, NAMES, st.integers(0, 2**45)), max_size=15),
     width=st.integers(40, 150),

@@ -233,7 +233,7 @@ def equal_stages(draw, most=5):
     return [draw(one_stage(carry, carry))] * draw(st.integers(1, most))
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(stages=chains())
 def test_no_nesting_of_unequal_stages_does_better(stages):
     table = solve_chain(stages)
@@ -246,14 +246,14 @@ def test_no_nesting_of_unequal_stages_does_better(stages):
         assert plan.seconds == extra_seconds(plan.steps, stages)
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(stages=equal_stages())
 def test_no_nesting_of_equal_stages_does_better(stages):
     table = solve_chain(stages)
     assert table.frontier() == best_of_all(stages)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(stages=chains(most=4), data=st.data())
 def test_no_nesting_does_better_where_several_stages_are_one_as_well(stages, data):
     spans = [(s, t) for s, t in itertools.combinations(range(len(stages) + 1), 2) if t - s > 1]
@@ -273,7 +273,7 @@ def test_no_nesting_does_better_where_several_stages_are_one_as_well(stages, dat
 # ---------------------------------------------------------------- what passes through
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 @given(stages=chains(), data=st.data())
 def test_what_passes_through_is_held_once(stages, data):
     n = len(stages)

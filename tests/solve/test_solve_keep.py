@@ -118,7 +118,7 @@ def graphs(draw, most=8):
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(graph=graphs())
 def test_no_keep_set_does_better(graph):
     points = everything(graph)
@@ -141,7 +141,7 @@ def test_no_keep_set_does_better(graph):
         honest(graph, found)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(graph=graphs(), rate=st.sampled_from([0.0, 0.01, 0.1, 0.25, 1 / 3, 1.0, 3.0, 100.0]))
 def test_a_price_finds_the_hull(graph, rate):
     points = everything(graph)
@@ -155,7 +155,7 @@ def test_a_price_finds_the_hull(graph, rate):
     assert found.seconds + rate * found.bytes == pytest.approx(best, abs=1e-9)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(graph=graphs())
 def test_the_menu_has_the_hull_and_nothing_that_is_beaten(graph):
     points = everything(graph)

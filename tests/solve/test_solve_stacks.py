@@ -19,7 +19,7 @@ from jaxmem.solve.search import search
 from jaxmem.solve.stacks import Candidate, Choice, candidates, pareto
 from jaxmem.solve.steps import StepCandidate, pareto_front, thinned_front
 
-MANY = settings(deadline=None, derandomize=True, max_examples=100)
+MANY = settings(derandomize=True, max_examples=100)
 
 # ---------------------------------------------------------------- one stack
 

@@ -82,7 +82,7 @@ def layers(draw):
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(graph=layers(), budget=st.integers(0, 30))
 def test_what_crosses_the_border_is_all_that_a_layer_keeps(graph, budget):
     # Forward, a border at which little may be held, and a backward that reads all it wants:
@@ -100,7 +100,7 @@ def test_what_crosses_the_border_is_all_that_a_layer_keeps(graph, budget):
     assert again == pytest.approx(best.seconds)
 
 
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(derandomize=True, max_examples=20)
 @given(graph=layers(), budget=st.integers(2, 30))
 def test_schedules_run_within_their_budget(graph, budget):
     inputs = [(), *(operation.inputs for operation in graph.operations)]

@@ -24,7 +24,7 @@ from jaxmem.state.codecs import (
     scales_shape,
 )
 
-TINY = settings(deadline=None, derandomize=True, max_examples=40)
+TINY = settings(derandomize=True, max_examples=40)
 
 BOTH = pytest.mark.parametrize("coder", [Dynamic(), Companding()], ids=sorted(CODECS, reverse=True))
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])

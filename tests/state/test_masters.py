@@ -96,7 +96,7 @@ FACTORS = hnp.arrays(
 
 
 @BITS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 @np.errstate(all="ignore")  # of infinities and what is no number
 def test_parameter_and_correction_are_the_master_weight(bits: int, data: st.DataObject) -> None:
@@ -124,7 +124,7 @@ def test_parameter_and_correction_are_the_master_weight(bits: int, data: st.Data
 
 
 @BITS
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1e-6, 1e-3, 0.1, 1.0, 30.0]))
 def test_masters_go_to_and_fro(bits: int, seed: int, scale: float) -> None:
     weights = scale * jax.random.normal(jax.random.key(seed), (64,))

@@ -64,7 +64,7 @@ def drawn(
 # ---------------------------------------------------------------- packing
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 3))
 def test_signs_are_packed_eight_to_a_byte_and_come_back(bits: list[bool], rows: int) -> None:
     whole = np.resize(np.asarray(bits), (rows, 8 * -(-len(bits) // 8)))
@@ -75,7 +75,6 @@ def test_signs_are_packed_eight_to_a_byte_and_come_back(bits: list[bool], rows: 
     np.testing.assert_array_equal(packed, by_numpy)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 512))
 def test_parts_are_whole_bytes_hold_all_and_pad_little(numbers: int, devices: int) -> None:
     part = signs.part_size(numbers, devices)
@@ -90,7 +89,7 @@ SHAPES = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 4, 8]), SHAPES,
     st.sampled_from([1.0, 1.0, 0.6, 0.0]),

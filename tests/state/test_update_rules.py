@@ -402,7 +402,7 @@ STEPS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(
     shape=st.permutations(SIZES),
     steps=st.lists(

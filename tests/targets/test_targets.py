@@ -318,7 +318,7 @@ KEYS = sorted(tomllib.loads(GPU)["gpu"]["mine"])
         st.integers(-2, 2), st.floats(), st.text(max_size=3), st.booleans(), st.lists(st.integers())
     ),
 )
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60)
 def test_any_value_gives_a_row_or_a_value_error(tmp_path_factory, key, value):
     row = {**tomllib.loads(GPU)["gpu"]["mine"], key: value}
     lines = [f"{name} = {_toml(item)}" for name, item in row.items()]

@@ -124,7 +124,7 @@ def gradient(model: Callable[..., Any], decorate: Callable[..., Any] = jaxmem.re
 # ---------------------------------------------------------------- found
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(data=st.data())
 def test_what_repeats_is_found_whatever_stands_around_it(data: st.DataObject) -> None:
     size, count = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 9))
