@@ -55,6 +55,8 @@ class Options:
     """Which subsets of the names: all 128 of them, or some."""
     timeout: float = 900.0
     """Seconds for compiling one program."""
+    compiles: int = 4
+    """Plans that `fit` may have compiled for a budget."""
     results: Path = RESULTS
     """Where frontier_mesh.csv and .png are written."""
     small: bool = False
@@ -237,7 +239,8 @@ def _rows(options: Options, table: Table[Row], mesh: str) -> Iterator[Row]:
             row = known(kind, rival.name, rival.required_bytes)
             if row is None:
                 row = Row(**made, kind=kind, name=rival.name, budget=rival.required_bytes)
-                row = _fitted(row, target, job, cost, **compiling)
+                most = options.compiles
+                row = _fitted(row, target, job, cost, max_compiles=most, **compiling)
                 table.add(row)
             yield row
 

@@ -84,7 +84,8 @@ def test_numbers_are_the_same():
         shapes(64, 128, 32),
     )
     expected = exact_jit(functools.partial(step, decorate=lambda fn: fn))(*args)
-    for place in range(len(problem.front)):
+    last = len(problem.front) - 1
+    for place in {last * part // 5 for part in range(6)}:
         plan = problem.plan(place)
         with jaxmem.use_plan(plan):
             assert_close(exact_jit(step)(*args), expected)
