@@ -56,7 +56,7 @@ class Options:
     timeout: float = 900.0
     """Seconds for compiling one program."""
     compiles: int = 4
-    """Plans that `fit` may have compiled for a budget."""
+    """Plans that `fit` may have compiled for a budget; rows that are there are not made again."""
     results: Path = RESULTS
     """Where frontier_mesh.csv and .png are written."""
     small: bool = False
