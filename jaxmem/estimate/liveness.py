@@ -202,8 +202,9 @@ class _Lives:
         # or is computed from; and what each operation reads.
         self._sources: dict[Any, frozenset[Any]] = {}
         self._read_at: dict[int, frozenset[Any]] = {}
-        # Operations that may write over what they read, with what each makes.
-        self._over: list[tuple[int, frozenset[Any], list[Any]]] = []
+        # Operations that may write over what they read, with what each makes, and over what of it
+        # they do not, since they reduce its rows.
+        self._over: list[tuple[int, frozenset[Any], list[Any], frozenset[Any]]] = []
         # What is not written over: through a barrier compilers do not see that something is read
         # for the last time.
         self._passed: set[Any] = set()
@@ -302,7 +303,7 @@ class _Lives:
             if kind == "reduction":
                 self._reductions.append((at, eqn.outvars[0], eqn.invars[0].aval.size))
         if fused and not joined:
-            self._over.append((at, behind - reduced, made))
+            self._over.append((at, behind, made, reduced))
 
     def peak(self) -> tuple[int, frozenset[Any]]:
         """The most bytes live at once, and what of that is held from the start."""
@@ -319,7 +320,8 @@ class _Lives:
         for at, bytes in work:
             changes[at] += bytes
             changes[at + 1] -= bytes
-        for at, behind, made in self._over:
+        for at, behind, made, reduced in self._over:
+            behind -= reduced
             over = (var for var in behind if var not in self._passed and var not in shared)
             ends = [self.bytes(var) for var in over if self._last[var] == at]
             for var in made:
@@ -359,12 +361,16 @@ class _Lives:
         shared: set[Any] = set()
         if not self._compiler.merges_readers:
             return shared
-        for later, (at, behind, made) in enumerate(self._over):
-            for before, others, earlier in self._over[:later]:
+        for later, (at, behind, made, _) in enumerate(self._over):
+            for before, others, earlier, rows in self._over[:later]:
+                # What products read in another order of axes is computed once more for them.
+                turned = not self._turned.isdisjoint(earlier)
+                if turned and rows:
+                    continue  # behind the later one
                 sizes = {var.aval.size for var in (*earlier, *made)}
                 seen = self._read_at[at] & self._read_at[before]
                 both = {var for var in behind & others | seen if {var.aval.size} == sizes}
-                if both and seen and not self._needs(made, earlier):
+                if both and seen and (turned or not self._needs(made, earlier)):
                     if not self._needs(made, self._done_with(before, earlier)):
                         shared |= both
                     for var in earlier:
