@@ -33,10 +33,11 @@ import jaxmem
 from common.compiling import request
 from common.table import Record, Table, markdown, read, versions
 from jaxmem.estimate import compiler
-from jaxmem.fitting.step_problem import build_problem
+from jaxmem.fitting.step_problem import Cost, build_problem
 
 RESULTS = Path(__file__).parent / "results"
 ALL = "all rules"
+COST: Cost = "flops"  # what is compared
 
 # ---------------------------------------------------------------- types
 
@@ -115,7 +116,7 @@ def main(options: Options) -> list[Row]:
 def rules_of(target: str) -> list[str]:
     """The rules that the target's compiler has."""
     own = compiler.of_platform(jaxmem.target(target).platform)
-    return [field.name for field in dataclasses.fields(own) if getattr(own, field.name)]
+    return [field.name for field in dataclasses.fields(own) if getattr(own, field.name) is True]
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -178,10 +179,12 @@ def _planned(row: Row, options: Options) -> Row:
     }
     with _without(row.rule, jaxmem.target(row.target).platform):
         try:
-            fitted = jaxmem.fit(job.step, *job.args, budget=row.budget, progress=False, **how)
+            fitted = jaxmem.fit(
+                job.step, *job.args, budget=row.budget, cost=COST, progress=False, **how
+            )
         except jaxmem.BudgetError:
             return dataclasses.replace(row, compiles=options.compiles)
-        problem = build_problem(request(job, row.target, options.timeout), False, "roofline")
+        problem = build_problem(request(job, row.target, options.timeout), False, COST)
     report = fitted.report
     fixed = report.required_bytes - report.temp_bytes
     return dataclasses.replace(

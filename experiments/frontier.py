@@ -7,7 +7,8 @@ The reference transformer of `programs.py` is compiled under each policy of `fro
 as flax, haliax and equinox run its layers (`front/peers.py`) with the same weights; their
 gradients are compared.  `fit` is asked for a plan in the memory of each, in between, and at a 7th,
 a 10th and a 19th of the temporaries.  Matmul FLOPs are counted in the compiled programs, loops
-times their trip counts, so that recomputation removed by the compiler does not count.  Only the
+times their trip counts, so that recomputation removed by the compiler does not count, and `fit` is
+asked for the fewest (`cost="flops"`).  Only the
 gradients of a small transformer are executed, and no target needs to be present.
 
 It prints the results and writes `results/frontier.csv` and a picture per target,
@@ -31,8 +32,10 @@ from common.table import Table, versions
 from front import claims, picture, rivals
 from front.rivals import Asked, Rival
 from front.table import DOMINATED, FIT, FRONTIER, KINDS, RIVALS, Made, Row, of, refused, table
+from jaxmem.fitting.step_problem import Cost
 
 RESULTS = Path(__file__).parent / "results"
+COST: Cost = "flops"  # what is compared
 
 # ---------------------------------------------------------------- types
 
@@ -194,6 +197,7 @@ def _frontier(options: Options, made: Made, points: int) -> list[Row]:
         *job.args,
         target=made.target,
         points=points,
+        cost=COST,
         progress=False,
         **options.compiling,
     )
@@ -219,6 +223,7 @@ def _fit(one: Asked, options: Options, made: Made) -> Row:
             *job.args,
             budget=one.budget,
             target=made.target,
+            cost=COST,
             progress=False,
             **options.fitting,
             **options.compiling,

@@ -14,6 +14,7 @@ from jax import lax
 from jaxmem import _jax
 from jaxmem.estimate.compiler import ANY, Compiler
 from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.trace.layer import nbytes
 
 # ---------------------------------------------------------------- API
 
@@ -147,6 +148,38 @@ def copied_parts(jaxpr: Any) -> set[Any]:
     return found & parts
 
 
+def bytes_of_rows(jaxpr: Any, stored: Collection[Any]) -> dict[Any, int]:
+    """Of values that rows are reduced to, and what follows from these alone, bytes of the rows.
+
+    Where one kernel reduces rows and computes from them and from that (a softmax, a norm), it reads
+    them once; where somebody else is given what they are reduced to, a kernel of its own reads them
+    for it.
+
+    Args:
+      stored: what is in memory, see `in_memory`.
+    """
+    behind: dict[Any, frozenset[Any]] = {}
+    found: dict[Any, int] = {}
+    for eqn in jaxpr.eqns:
+        kind = kind_in(eqn)
+        atoms = list(filter(_jax.is_var, eqn.invars))
+        read = union(behind.get(atom, frozenset([atom])) for atom in atoms)
+        if kind == "reduction" and reduces_rows(eqn):
+            size = sum(nbytes(var.aval) for var in read if var not in found)
+            found.update((var, size) for var in eqn.outvars)
+        elif kind in ("fused", "view"):
+            if atoms and all(atom in found for atom in atoms) and not _is_spread(eqn):
+                found.update((var, max(found[atom] for atom in atoms)) for var in eqn.outvars)
+            behind.update((var, read) for var in eqn.outvars if var not in stored)
+    return found
+
+
+def reduces_rows(eqn: Any) -> bool:
+    """Whether a reduction is along the last axis."""
+    axes = eqn.params.get("axes", ())
+    return bool(axes) and max(axes) == eqn.invars[0].aval.ndim - 1
+
+
 def is_barrier(eqn: Any) -> bool:
     """Whether an operation hands values on, and lets no compiler see through it."""
     return eqn.primitive.name == "optimization_barrier"
@@ -167,6 +200,13 @@ def union(several: Iterable[frozenset[Any]]) -> frozenset[Any]:
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _is_spread(eqn: Any) -> bool:
+    """Whether an operation makes more elements than it reads."""
+    most = max((a.aval.size for a in eqn.invars if _jax.is_var(a)), default=0)
+    return any(var.aval.size > most for var in eqn.outvars)
+
 
 _NONE: frozenset[Any] = frozenset()
 

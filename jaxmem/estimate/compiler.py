@@ -32,13 +32,16 @@ class Compiler:
         in another order of axes than it was written in, or gathers rows of it along another axis
         than the leading one; see `jaxmem.estimate.stacks`.
       reduces_inside: rows are reduced in the kernel that computes from them and from what they are
-        reduced to (a softmax, a norm, and their derivatives), and does not write over them.
+        reduced to (a softmax, a norm, and their derivatives), and does not write over them.  Where
+        that is kept, a kernel of its own reads the rows for it.
       sums_late: a product whose result is summed over devices, and that nothing reads before the
         end of the backward pass, is computed there, piece by piece, so that its operands wait.
       frees_early: of scanned layers, products that no other waits for, as the gradients of
         parameters, are computed as soon as what they read is there, if less is live then.
       holds_fenced: outside of loops, what goes through a barrier of the backward pass is not
         written over.
+      stack_traffic: how many times as many bytes as a loop keeps of each turn are read and written
+        for that; 0 where it is not known.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which
         does not write over that array.
     """
@@ -61,6 +64,7 @@ class Compiler:
     sums_late: bool = False
     holds_fenced: bool = False
     frees_early: bool = False
+    stack_traffic: int = 0
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
@@ -74,6 +78,7 @@ GPU = Compiler(
     merges_readers=True,
     holds_fenced=True,
     frees_early=True,
+    stack_traffic=3,  # filled with zeros, written, and copied on the way there or back
 )
 TPU = Compiler(
     counts_operations=True,
@@ -83,6 +88,7 @@ TPU = Compiler(
     copies_layouts=True,
     copies_parts=True,
     sums_late=True,
+    stack_traffic=2,  # written and read
 )
 
 

@@ -22,6 +22,7 @@ from jaxmem.estimate.arrays import (
     kind_in,
     read_rounded,
     read_turned,
+    reduces_rows,
     union,
 )
 from jaxmem.estimate.compiler import ANY, Compiler
@@ -344,7 +345,7 @@ class _Lives:
             return frozenset()
         atoms = filter(_jax.is_var, eqn.invars)
         before = union(self._reduced.get(atom, _NONE) for atom in atoms)
-        if kind != "reduction" or not _reduces_rows(eqn):
+        if kind != "reduction" or not reduces_rows(eqn):
             return before
         rows = [var for var in behind if var.aval.size == eqn.invars[0].aval.size]
         return before.union(rows) if len(rows) == 1 else before
@@ -424,9 +425,3 @@ class _Lives:
     def bytes(self, var: Any) -> int:
         """What a value takes in memory."""
         return nbytes(var.aval) // (2 if var in self._rounded else 1)
-
-
-def _reduces_rows(eqn: Any) -> bool:
-    """Whether along the last axis."""
-    axes = eqn.params.get("axes", ())
-    return bool(axes) and max(axes) == eqn.invars[0].aval.ndim - 1

@@ -59,6 +59,11 @@ class Roofline:
         """Seconds of one operation, and of what devices send each other for it."""
         return self._computed(eqn) + sum(map(self.message, self._messages(eqn)))
 
+    @property
+    def counts_traffic(self) -> bool:
+        """Whether what loops keep has a price of its own: where time counts, and it is known."""
+        return self.compiler.stack_traffic > 0 and not self.flops_only
+
     def message(self, message: Message) -> float:
         """Seconds of a collective, in a ring; compilers hide a part of it behind products."""
         if self.link is None:
@@ -96,9 +101,19 @@ class Roofline:
             count, size = 0, read + written
         return max(count / self.matrix_peak, self._moved(size))
 
-    def kept(self, size: int, in_memory: bool) -> float:
-        """Seconds to keep so many bytes: next to none for what is in memory anyway."""
-        return self._moved(size * (FUSED_SHARE if in_memory else 1))
+    def kept(self, size: int, in_memory: bool, rows: int = 0) -> float:
+        """Seconds to keep so many bytes: next to none for what is in memory anyway.
+
+        Args:
+          rows: bytes of what is read once more for it.
+        """
+        return self._moved(size * (FUSED_SHARE if in_memory else 1) + rows)
+
+    def stacked(self, size: int, in_memory: bool, rows: int = 0) -> float:
+        """The same in a loop, which writes it into an array with that of the other turns."""
+        if self.counts_traffic:
+            return self._moved(size * self.compiler.stack_traffic + rows)
+        return self.kept(size, in_memory)
 
     def sent(self, size: int) -> float:
         """Seconds to send so many bytes to the host and to have them back."""

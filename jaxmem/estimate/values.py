@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from jaxmem import _jax
-from jaxmem.estimate.arrays import in_memory, read_turned
+from jaxmem.estimate.arrays import bytes_of_rows, in_memory, read_turned
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.solve.problem import Graph, Operation
 from jaxmem.trace.layer import Layer, free_values, nbytes
@@ -60,6 +60,10 @@ def graph_of(
     stored = in_memory(jaxpr, roofline.compiler)
     if roofline.compiler.turns_operands and not in_loop:
         stored -= read_turned(jaxpr)
+    # Alone, outside of loops, what rows are reduced to was not seen to take kernels apart.
+    apart = in_loop and roofline.compiler.reduces_inside
+    rows = bytes_of_rows(jaxpr, stored) if apart else {}
+    price = roofline.stacked if in_loop else roofline.kept
     free = frozenset(places[var] for var in free_values(layer) if var in places)
     operations = [
         Operation(
@@ -76,7 +80,7 @@ def graph_of(
         wanted=frozenset(places[a] for a in layer.residuals if _jax.is_var(a)),
         keepable=frozenset(range(len(sizes))) - free,
         keep_seconds=tuple(
-            roofline.kept(size, var in stored)
+            price(size, var in stored, rows.get(var, 0))
             for var, size in zip(layer.values, sizes, strict=True)
         ),
         host_seconds=tuple(map(roofline.sent, sizes)) if offload else None,

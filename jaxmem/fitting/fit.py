@@ -57,7 +57,7 @@ def fit(
     whose policy then holds only where no plan does): which values of each layer are kept,
     which are recomputed, how stacks are cut.  The budget is for the whole device, and
     kept if the compiled program's `required_bytes` is within it.  The larger the budget, the
-    less is recomputed.  Regions that compute the same (one block, called again and again) have
+    faster the plan.  Regions that compute the same (one block, called again and again) have
     the same plan: decorate what calls them to have each planned by itself.  In code without a scan
     max-poolings are reversed, on GPUs, by kernels that need less than XLA's own: to the same
     numbers.
@@ -71,7 +71,9 @@ def fit(
       static_argnums: as for `jax.jit`.
       allow_offload: whether values may be sent to host memory.
       cost: what is made least: seconds by a "roofline" of the target, seconds of kernels
-        "measured" on the attached device, or "flops", above all those of matrix products.
+        "measured" on the attached device, or "flops", above all those of matrix products.  To
+        keep takes time, too, where loops read and write it: for the least time less may be kept
+        than there is room for.
       max_compiles: how often the step may be compiled; where fewer do not suffice to see the next
         faster plan fail, the answer may be slower than need be, and `.explain()` says so.
       max_seconds: after so many no further plan is compiled once one fits, and the best so far is

@@ -39,7 +39,7 @@ class FrontierPoint:
     Attributes:
       predicted_bytes: required bytes as predicted before this plan was compiled, from what those
         compiled before it came to.
-      extra_seconds: what is recomputed or moved costs so much, by the roofline.
+      extra_seconds: what is recomputed, kept or moved costs so much, by the roofline.
       pareto: whether no other point needs neither more bytes nor more seconds, and less of one.
       plan: for `jaxmem.use_plan`.
       report: of the compiled program.
@@ -171,7 +171,7 @@ def frontier(
     progress: bool = True,
     **kwargs: Any,
 ) -> Frontier:
-    """What the plans of `jaxmem.fit` need and cost, from everything kept to the least memory.
+    """What the plans of `jaxmem.fit` need and cost, from the fastest one to the least memory.
 
     Each point is a compilation.  The answer to "which budget is worth it?", where `fit`
     answers "what is fastest within this one?".

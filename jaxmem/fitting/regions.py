@@ -29,7 +29,7 @@ from jaxmem.fitting.uses import ONCE, Uses
 from jaxmem.plans.plan import Plan
 from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.solve.chain import Kept, Recomputed, Steps
-from jaxmem.solve.keep import Keep, menu
+from jaxmem.solve.keep import Keep, at_other_prices, menu
 from jaxmem.solve.problem import Graph
 from jaxmem.solve.stacks import Candidate, Choice, Loose, candidates
 from jaxmem.trace.layer import Layer, nbytes
@@ -119,7 +119,7 @@ class StackRegion(Region):
       length: number of layers.
       keeps: the options of a layer, what is kept of it in each; None for everything.
       choices: their bytes and seconds.
-      carry_bytes, forward_seconds, loose: see `jaxmem.solve.stacks.candidates`.
+      carry_bytes, forward_seconds, loose, round_seconds: see `jaxmem.solve.stacks.candidates`.
       values: the layer's values, by place, as a reader is told of them.
       graph: the layer as the solver saw it.
       is_stage: whether it is a stage of a pipeline: in each tick several loops would have copies of
@@ -137,6 +137,7 @@ class StackRegion(Region):
     graph: Graph
     is_stage: bool = False
     carries: frozenset[int] = frozenset()
+    round_seconds: float = 0.0
 
     def candidates(
         self, several: bool, later_bytes: int, turn_bytes: int = 0
@@ -150,7 +151,9 @@ class StackRegion(Region):
             one
             for others in ways
             for turn in {0, turn_bytes}
-            for one in candidates(*sizes, later_bytes, others, turn, self.is_stage)
+            for one in candidates(
+                *sizes, later_bytes, others, turn, self.is_stage, self.round_seconds
+            )
         }
         return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
 
@@ -291,11 +294,15 @@ def stack_region(
     compiler = roofline.compiler
     graph = graph_of(local, roofline, offload)
     graph = dataclasses.replace(graph, bytes=value_bytes(local, compiler))
-    options = menu(graph)
-    # Keeping everything is the program as it stands: nothing is faster, whatever a
-    # roofline says of the time that it takes to keep things.
-    floor = min([0.0, *(keep.seconds for keep in options)])
-    everything = _choice(local, floor, compiler)
+    options = list(menu(graph))
+    everything_seconds = 0.0  # the program as it stands: nothing has fewer FLOPs
+    if roofline.counts_traffic:
+        everything_seconds = sum(graph.keep_seconds[value] for value in graph.wanted - graph.free)
+        # Of choices that hardly differ in time some need far less room than others.
+        by_flops = graph_of(local, dataclasses.replace(roofline, flops_only=True), offload)
+        by_flops = dataclasses.replace(by_flops, bytes=graph.bytes)
+        options += at_other_prices(graph, options, by_flops)
+    everything = _choice(local, everything_seconds, compiler)
     others = [
         (keep, _choice(local.keeping(keep.kept, keep.offloaded), keep.seconds, compiler))
         for keep in options
@@ -331,6 +338,8 @@ def stack_region(
         param_bytes=length * differentiated(x, layer.wrt_x)
         + differentiated(consts, layer.wrt_consts),
         param_copies=param_copies(local, length, compiler),
+        # Where products compute their operands themselves, these are arrays for once.
+        round_seconds=everything_seconds if compiler.fuses_operands else 0.0,
     )
 
 

@@ -335,10 +335,16 @@ def _built(
 
 
 def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
-    """The speeds of a target; of an attached device that no row is known of, those of an H100."""
-    known = target or targets.by_device_kind(jax.devices()[0].device_kind)
-    known = known or targets.target("h100-80g")
+    """The speeds of a target; of an attached device that no row is known of, those of an H100.
+
+    By which traffic is too cheap next to products for most others, a CPU above all: there it does
+    not count.
+    """
+    named = target or targets.by_device_kind(jax.devices()[0].device_kind)
+    known = named or targets.target("h100-80g")
     compiler = compiler_of(known.platform)
+    if named is None:
+        compiler = dataclasses.replace(compiler, stack_traffic=0)
     speeds = known.matrix_peak, known.bandwidth
     if cost == "measured":
         return Measured(*speeds, compiler=compiler, link=known.link)

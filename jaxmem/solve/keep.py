@@ -23,13 +23,14 @@ import heapq
 import itertools
 import math
 import time
+from collections.abc import Sequence
 
-from jaxmem.solve.cover import Keep, Model
+from jaxmem.solve.cover import Keep, Model, keep_set
 from jaxmem.solve.pareto import cost, pareto_optimal
 from jaxmem.solve.presolve import reduced
 from jaxmem.solve.problem import Graph
 
-__all__ = ["Keep", "fastest", "keep_within", "least_bytes", "menu", "price"]
+__all__ = ["Keep", "at_other_prices", "fastest", "keep_within", "least_bytes", "menu", "price"]
 
 # ---------------------------------------------------------------- API
 
@@ -131,6 +132,25 @@ def menu(graph: Graph, points: int = 12, time_limit: float = 60.0) -> tuple[Keep
             open_gap(low, at[below].seconds, new)
         open_gap(budget, new.seconds, at[high])
     return tuple(pareto_optimal(at.values(), cost))
+
+
+def at_other_prices(
+    graph: Graph, known: Sequence[Keep], other: Graph, points: int = 0
+) -> list[Keep]:
+    """Further choices, which are worth having where the same operations are priced otherwise.
+
+    A menu goes by bytes kept and by seconds, and of choices that hardly differ in either one may
+    need far less room than the other while its layer is reversed.
+
+    Args:
+      known: what need not be found again.
+      other: the same graph with other seconds.
+      points: as of `menu`.
+    """
+    sets = {(keep.kept, keep.offloaded) for keep in known}
+    others = [(keep.kept, keep.offloaded) for keep in menu(other, points=points)]
+    found = [keep_set(graph, *map(frozenset, one)) for one in others if one not in sets]
+    return [keep for keep in found if keep is not None]
 
 
 # ---------------------------------------------------------------- implementation

@@ -93,6 +93,7 @@ def candidates(
     others: int = 0,
     turn_bytes: int = 0,
     alike: bool = False,
+    round_seconds: float = 0.0,
 ) -> tuple[Candidate, ...]:
     """The plans that no other one beats in both bytes and seconds, fastest (and largest) first.
 
@@ -100,7 +101,8 @@ def candidates(
       length: number of layers.
       carry_bytes: passed from layer to layer.
       forward_seconds: of one evaluation of a layer.
-      choices: of a layer; the first keeps all that its backward pass reads.
+      choices: of a layer in a loop; the first keeps all that its backward pass reads, which takes
+        no time where a layer is in no loop.
       loose: what that is for a single layer, which is in no loop, so that a compiler need not store
         what it can fuse; all of it by default.
       later_bytes: of what is counted elsewhere, as there all the time, and is made only when
@@ -110,6 +112,7 @@ def candidates(
       turn_bytes: live next to what the stack keeps before its backward pass begins: the loss's.
         Plans are compared by it too, and it is no part of `Candidate.bytes` either.
       alike: whether all layers are to have the same choice, in one loop.
+      round_seconds: of keeping everything of a layer until later in the same round of a loop.
 
     >>> found = candidates(16, 1, 1.0, [Choice(8, 0.0), Choice(1, 1.0, work_bytes=8)])
     >>> [(c.bytes, c.seconds) for c in found][:3]
@@ -124,7 +127,7 @@ def candidates(
     loose = loose or Loose(choices[0].bytes, choices[0].bytes)
     found = [*_kept(length, choices, loose, later_bytes, others, turn_bytes, alike)]
     if not alike:
-        found += _cut(length, carry_bytes, forward_seconds, choices, loose)
+        found += _cut(length, carry_bytes, forward_seconds, choices, loose, round_seconds)
     return pareto(found, others, turn_bytes - later_bytes)
 
 
@@ -196,7 +199,7 @@ def _kept(
         if tail:
             ahead = np.where((count > 1) | (others > 1), later, 0)
             peak = np.maximum(peak, stored + loose.live - ahead)
-        total = count * seconds[first] + others * seconds[second] + tail * seconds[0]
+        total = count * seconds[first] + others * seconds[second]
         whole = stored + tail * loose.kept
         # Of all that need no less, only the fastest is of use.
         order = np.lexsort((total, np.maximum(peak, whole + turn - later) + more * whole))
@@ -219,6 +222,7 @@ def _cut(
     forward_seconds: float,
     choices: Sequence[Choice],
     loose: Loose,
+    round_seconds: float,
 ) -> Iterator[Candidate]:
     for lengths in _cuts(length):
         outer, carries = length, 0
@@ -242,7 +246,7 @@ def _cut(
         if slots < length:
             yield Candidate(
                 bytes=slots * carry_bytes + alone,
-                seconds=extra_steps(length, slots) * forward_seconds + length * choices[0].seconds,
+                seconds=extra_steps(length, slots) * forward_seconds + length * round_seconds,
                 kind="revolve",
                 slots=slots,
                 kept_bytes=slots * carry_bytes + loose.kept,  # the last layer's tape

@@ -10,8 +10,7 @@ from jaxmem.estimate.reversal import given_bytes, reversal_peak, without_checkpo
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.estimate.values import graph_of, unnamed_places
 from jaxmem.solve.chain import Option, Stage
-from jaxmem.solve.cover import keep_set
-from jaxmem.solve.keep import Keep, menu
+from jaxmem.solve.keep import Keep, at_other_prices, menu
 from jaxmem.solve.problem import Graph
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.descent import descended
@@ -97,10 +96,7 @@ def segment_of(
             layer, dataclasses.replace(roofline, flops_only=False), offload, in_loop=False
         )
         timed = dataclasses.replace(timed, keepable=graph.keepable, bytes=sizes)
-        others = [(keep.kept, keep.offloaded) for keep in menu(timed, points=points)]
-        known = {(keep.kept, keep.offloaded) for keep in found}
-        again = [keep_set(graph, *map(frozenset, other)) for other in others if other not in known]
-        found += [keep for keep in again if keep is not None]
+        found += at_other_prices(graph, found, timed, points)
     compiler = roofline.compiler
 
     @functools.cache

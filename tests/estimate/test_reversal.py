@@ -337,12 +337,13 @@ def test_experts_are_predicted_with_gradients_of_parameters_first() -> None:
     """Of 256 MiB arrays, what the second product reads is gone when its gradient is made."""
     job = MODELS["experts"]()
     step: tuple[Any, ...] = (job.step, *job.args)
-    ask = question(*step, target=TARGET, donate=(0,))
-    found = problem(*step, target=TARGET, donate=(0,))
+    how: Any = {"target": TARGET, "donate": (0,)}
+    ask = question(*step, **how)
+    found = problem(*step, **how, cost="flops")
     assert abs(off_of(found, ask, 0.7)) < 0.05
     late = dataclasses.replace(GPU, frees_early=False)
     with mock.patch.object(compiler, "GPU", late):
-        other = problem(*step, target=TARGET, donate=(0,))
+        other = problem(*step, **how, cost="flops")
     leanest = [_leanest(one).work_bytes for one in (found, other)]
     assert leanest[1] - leanest[0] > 128 * 2**20
 

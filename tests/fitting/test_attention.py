@@ -67,15 +67,12 @@ def test_scores_are_written_over_only_where_gpus_do_that() -> None:
 
 
 def _keeps_attention(problem: StepProblem, place: int) -> bool:
-    """Of every layer in a loop, and none of its scores."""
+    """Of every layer in a loop, and little else."""
     (planned,) = problem.planned(place)
     candidate, region = planned.candidate, problem.regions[0]
     assert isinstance(region, StackRegion)
     loops = [choice for count, choice in candidate.runs if count > 1]
-    return bool(loops) and any(
-        region.choices[choice].bytes < 8 * 2**20 and region.choices[choice].work_bytes > 350 * 2**20
-        for choice in loops
-    )
+    return bool(loops) and all(2**20 < region.choices[one].bytes < 8 * 2**20 for one in loops)
 
 
 def plain() -> CompileRequest:

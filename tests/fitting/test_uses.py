@@ -157,7 +157,7 @@ def test_a_stack_that_is_differentiated_otherwise_at_first() -> None:
     ws, h = jax.ShapeDtypeStruct((3, 4, 16, 16), "f4"), jax.ShapeDtypeStruct((1024, 16), "f4")
     step = jax.grad(loss)
     target = "h100-80g"
-    tried = problem(step, ws, h, target=target)
+    tried = problem(step, ws, h, target=target, cost="flops")
     assert [region.uses for region in tried.regions] == [Uses(0, 0), Uses(3, 3, 1, 3, True)]
     whole = tried.report(question(step, ws, h, target=target), 0).required_bytes
     options: Any = {"budget": whole // 2, "target": target, "max_compiles": 2, "progress": False}

@@ -7,16 +7,20 @@ import numpy as np
 
 import jaxmem
 from jaxmem.fitting.compile_request import CompileRequest
-from jaxmem.fitting.step_problem import StepProblem, build_problem
+from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
 
 # ---------------------------------------------------------------- API
 
 
 def problem(
-    step: Callable[..., Any], *args: Any, target: str = "local", donate: tuple[int, ...] = ()
+    step: Callable[..., Any],
+    *args: Any,
+    target: str = "local",
+    donate: tuple[int, ...] = (),
+    cost: Cost = "roofline",
 ) -> StepProblem:
     """What of a step can be planned; no compiler is asked."""
-    return build_problem(question(step, *args, target=target, donate=donate), False, "roofline")
+    return build_problem(question(step, *args, target=target, donate=donate), False, cost)
 
 
 def question(
