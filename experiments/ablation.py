@@ -114,7 +114,7 @@ def main(options: Options) -> list[Row]:
 
 
 def rules_of(target: str) -> list[str]:
-    """The rules that the target's compiler has."""
+    """The rules that the target's compiler has, of those about bytes."""
     own = compiler.of_platform(jaxmem.target(target).platform)
     return [field.name for field in dataclasses.fields(own) if getattr(own, field.name) is True]
 

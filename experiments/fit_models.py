@@ -4,9 +4,9 @@
     python experiments/fit_models.py --models lstm --targets h100-80g --budgets 3
 
 For each model of `budgeted_models.py` and each target, budgets are spread evenly, by factors,
-between the least that any plan compiles to and what the step needs with everything kept, or what
-the accelerator has if that is less.  In each the compiled program has to be within the budget, and
-none may recompute more than one with a smaller budget does.  Temporaries are predicted twice:
+between the least that any plan compiles to and what the fastest needs, or what the accelerator has
+if that is less.  In each the compiled program has to be within the budget, and none may take longer
+than one with a smaller budget does, by the roofline.  Temporaries are predicted twice:
 before anything is compiled, and when `fit` chooses the plan, corrected by plans compiled so far.
 
 It prints a table and writes `results/fit_models.csv`, a row per budget as soon as it is
@@ -43,7 +43,7 @@ class Options:
     targets: tuple[str, ...] = ("h100-80g", "v5e-16g")
     """What to compile for; "local" is the attached backend."""
     budgets: int = 8
-    """How many for each, from the least to everything kept."""
+    """How many for each, from the least to what the fastest plan needs."""
     timeout: float = 900.0
     """Seconds for compiling one program."""
     results: Path = RESULTS
@@ -174,8 +174,8 @@ def report(rows: Sequence[Row]) -> str:
         course = "falls" if falls else "DOES NOT FALL"
         lines.append(
             f"{model:>13} {target:>9}: {size(own[0].required)} to {size(own[-1].required)}, "
-            f"{kept} of {len(own)} budgets kept, recomputation {course} with the budget (at the "
-            f"least {work:.1%} extra matmul FLOPs), predictions off by "
+            f"{kept} of {len(own)} budgets kept, time {course} with the budget (at the least "
+            f"{work:.1%} more matmul FLOPs than at the most), predictions off by "
             f"{statistics.median(off):.1%} in the median, {max(off):.1%} at most "
             f"({statistics.median(then):.1%} and {max(then):.1%} when compiled), "
             f"{max(row.compiles for row in own)} compiles at most"

@@ -32,8 +32,8 @@ class Explanation:
       predicted_bytes: predicted by the solver, moved by what other plans of the step compiled to;
         if no other was, before any compiler had spoken.
       compiled_bytes: what the compiler says.
-      extra_seconds: what is recomputed or moved costs so much, by the roofline; in a pipeline, also
-        by how much its stages wait longer than in the fastest of its ways.
+      extra_seconds: what is recomputed, kept or moved costs so much, by the roofline; in a
+        pipeline, also by how much its stages wait longer than in the fastest of its ways.
       gap: by how much, relative to `extra_seconds`, a layer's choice could still be better.
       closed: whether next to nothing of the budget is unused, or the next faster plan was compiled
         and seen not to fit.
@@ -72,7 +72,7 @@ class Explanation:
         off = self.predicted_bytes / self.compiled_bytes - 1
         parts.append(
             f"predicted {size(self.predicted_bytes)}, compiled {size(self.compiled_bytes)} "
-            f"({change(off)}); about {duration(self.extra_seconds)} of extra work a step; "
+            f"({change(off)}); about {duration(self.extra_seconds)} a step to recompute and keep; "
             f"optimality gap {self.gap:.1%}"
         )
         if not self.closed:

@@ -46,7 +46,8 @@ def test_every_rule_of_a_target_is_asked_about() -> None:
         "calls_libraries"
     }
     both = {*ablation.rules_of("h100-80g"), *ablation.rules_of("v5e-16g")}
-    assert both == {field.name for field in dataclasses.fields(compiler.Compiler)}
+    fields = dataclasses.fields(compiler.Compiler)
+    assert both == {field.name for field in fields if isinstance(field.default, bool)}
 
 
 @pytest.mark.slow  # the experiment itself
