@@ -31,7 +31,7 @@ from jaxmem.policies import Keep as KeepPolicy
 from jaxmem.solve.chain import Kept, Recomputed, Steps
 from jaxmem.solve.keep import Keep, at_other_prices, menu
 from jaxmem.solve.problem import Graph
-from jaxmem.solve.stacks import Candidate, Choice, Loose, candidates
+from jaxmem.solve.stacks import Candidate, Choice, Loose, candidates, revolved
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled import Chain, Code, HeldPlan
 
@@ -156,6 +156,13 @@ class StackRegion(Region):
             )
         }
         return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
+
+    def candidates_by_layer(self, several: bool, turn_bytes: int = 0) -> tuple[Candidate, ...]:
+        if self.is_stage:
+            return ()
+        loose = None if self.uses.iterations else self.loose
+        sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
+        return tuple(revolved(*sizes, self.round_seconds))[::-1]
 
     def plan(self, candidate: Candidate) -> RegionPlan:
         return RegionPlan(self.digest, self.inputs, self.where, self._plan(candidate))

@@ -127,7 +127,8 @@ def candidates(
     loose = loose or Loose(choices[0].bytes, choices[0].bytes)
     found = [*_kept(length, choices, loose, later_bytes, others, turn_bytes, alike)]
     if not alike:
-        found += _cut(length, carry_bytes, forward_seconds, choices, loose, round_seconds)
+        found += _cut(length, carry_bytes, forward_seconds, choices, loose)
+        found += revolved(length, carry_bytes, forward_seconds, choices, loose, round_seconds)
     return pareto(found, others, turn_bytes - later_bytes)
 
 
@@ -141,6 +142,34 @@ def pareto(
         return one.seconds, own + others * one.kept_bytes
 
     return tuple(pareto_optimal(found, cost, rank=lambda one: len(one.runs)))
+
+
+def revolved(
+    length: int,
+    carry_bytes: int,
+    forward_seconds: float,
+    choices: Sequence[Choice],
+    loose: Loose | None = None,
+    round_seconds: float = 0.0,
+) -> Iterator[Candidate]:
+    """The plans that store a number of carries, and recompute all else, fewest carries first.
+
+    Args:
+      length, carry_bytes, forward_seconds, choices, loose, round_seconds: as of `candidates`.
+    """
+    loose = loose or Loose(choices[0].bytes, choices[0].bytes)
+    # Of one layer at a time there is a tape, made and used in the same round of a loop, which needs
+    # what a layer does of which something is recomputed.
+    alone = max(loose.live, *(choice.work_bytes for choice in choices))
+    for slots in sorted({*range(1, 17), *(round(2 ** (k / 2)) for k in range(8, 20))}):
+        if slots < length:
+            yield Candidate(
+                bytes=slots * carry_bytes + alone,
+                seconds=extra_steps(length, slots) * forward_seconds + length * round_seconds,
+                kind="revolve",
+                slots=slots,
+                kept_bytes=slots * carry_bytes + loose.kept,  # the last layer's tape
+            )
 
 
 # ---------------------------------------------------------------- implementation
@@ -222,7 +251,6 @@ def _cut(
     forward_seconds: float,
     choices: Sequence[Choice],
     loose: Loose,
-    round_seconds: float,
 ) -> Iterator[Candidate]:
     for lengths in _cuts(length):
         outer, carries = length, 0
@@ -238,18 +266,6 @@ def _cut(
                 lengths=lengths,
                 choice=number,
                 kept_bytes=carry_bytes * -(-length // lengths[0]),
-            )
-    # Of one layer at a time there is a tape, made and used in the same round of a loop, which needs
-    # what a layer does of which something is recomputed.
-    alone = max(loose.live, *(choice.work_bytes for choice in choices))
-    for slots in sorted({*range(1, 17), *(round(2 ** (k / 2)) for k in range(8, 20))}):
-        if slots < length:
-            yield Candidate(
-                bytes=slots * carry_bytes + alone,
-                seconds=extra_steps(length, slots) * forward_seconds + length * round_seconds,
-                kind="revolve",
-                slots=slots,
-                kept_bytes=slots * carry_bytes + loose.kept,  # the last layer's tape
             )
 
 
