@@ -1,4 +1,4 @@
-"""`jaxmem fit`: the least recomputation with which a job fits a budget, as a plan to save."""
+"""`jaxmem fit`: the fastest plan with which a job fits a budget, to save."""
 
 import inspect
 import json

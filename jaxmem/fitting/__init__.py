@@ -1,4 +1,4 @@
-"""`jaxmem.fit`: the least recomputation that fits a memory budget, proved by the compiler.
+"""`jaxmem.fit`: the fastest plan that fits a memory budget, proved by the compiler.
 
 In the order of the data's way: `compile_request` (a step and its target), `regions` (what can
 be planned, met while tracing), `step_problem` (the Pareto front of plans), `fit` (the compiler is

@@ -1,4 +1,4 @@
-"""`fit`: the least recomputation with which a whole step fits a memory budget.
+"""`fit`: the fastest plan with which a whole step fits a memory budget.
 
 The step is traced once to see what can be planned.  Solvers turn that into a Pareto front of
 plans, from everything kept down to the least memory that any plan needs; the front does

@@ -739,7 +739,8 @@ def test_an_interrupt_while_waiting_ends_the_compilers(monkeypatch: pytest.Monke
 
 def test_what_will_be_asked_next_is_compiled_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     least, most = (front().predicted[k] for k in (-1, 0))
-    options: dict[str, Any] = {"budget": (2 * least + most) // 3, "target": "h100-80g"}
+    options: dict[str, Any] = {"target": "h100-80g", "cost": "flops"}
+    options["budget"] = (2 * least + most) // 3
     alone = jaxmem.fit(step, *specs(), workers=1, progress=False, **options)
     begun = []
 

@@ -261,7 +261,7 @@ def test_fit_is_not_beaten_in_the_memory_of_policies_in_use(
         if one.name.startswith(name) and one.budget <= 0.5 * bare
     )
     job = programs.transformer(**SIZE)
-    options: Any = {"target": MADE.target, "max_compiles": 4, "progress": False}
+    options: Any = {"target": MADE.target, "cost": "flops", "max_compiles": 4, "progress": False}
     fitted = jaxmem.fit(job.step, *job.args, budget=one.budget, **options)
     assert fitted.report.required_bytes <= one.budget
     known = table(tmp_path / "rows.csv")
