@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
@@ -72,3 +73,16 @@ def test_on_a_gpu_fit_keeps_nothing_that_the_rows_of_a_softmax_are_reduced_to() 
     kept = {row.name for row in rows if row.decision == "keep"}
     assert "attended" in kept
     assert not kept & {"most", "total", "reduce_max", "reduce_sum"}
+
+
+@pytest.mark.parametrize("target", ["h100-80g", "v5e-16g"])
+def test_with_room_for_everything_what_loops_keep_is_worth_its_traffic(target: str) -> None:
+    plain = jaxmem.memory_report(step("none"), *ARGS, target=target)
+    asked: Any = {"budget": plain.required_bytes, "target": target, "progress": False}
+    fitted = jaxmem.fit(step("auto"), *ARGS, **asked).report
+    assert plain.estimated_seconds is not None
+    assert fitted.estimated_seconds is not None
+    assert fitted.estimated_seconds < 0.7 * plain.estimated_seconds
+    assert fitted.temp_bytes < 0.5 * plain.temp_bytes
+    fewest = jaxmem.fit(step("auto"), *ARGS, cost="flops", **asked).report
+    assert fewest.matmul_flops == plain.matmul_flops
