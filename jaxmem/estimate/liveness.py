@@ -364,14 +364,14 @@ class _Lives:
             return shared
         for later, (at, behind, made, _) in enumerate(self._over):
             for before, others, earlier, rows in self._over[:later]:
-                # What products read in another order of axes is computed once more for them.
-                turned = not self._turned.isdisjoint(earlier)
-                if turned and rows:
-                    continue  # behind the later one
+                if rows and not self._turned.isdisjoint(earlier):
+                    # What products read in another order of axes is computed once more for them,
+                    # behind the later one.
+                    continue
                 sizes = {var.aval.size for var in (*earlier, *made)}
                 seen = self._read_at[at] & self._read_at[before]
                 both = {var for var in behind & others | seen if {var.aval.size} == sizes}
-                if both and seen and (turned or not self._needs(made, earlier)):
+                if both and seen and not self._needs(made, earlier):
                     if not self._needs(made, self._done_with(before, earlier)):
                         shared |= both
                     for var in earlier:
