@@ -69,8 +69,9 @@ def test_larger_budgets_have_faster_steps_and_all_are_kept() -> None:
     for share in (0.0, 0.5, 1.0):
         budget = round(least + share * (most - least))
         fitted = jaxmem.fit(
-            step, *types(mesh), budget=budget, target=target, donate_argnums=(0,), progress=False
-        )
+            step, *types(mesh), budget=budget, target=target, donate_argnums=(0,), cost="flops",
+            progress=False,
+        )  # fmt: skip
         assert fitted.report.required_bytes <= budget
         assert fitted.plan.microbatches in (4, 8, 16, 32)
         assert fitted.plan.schedule in ("eager-1f1b", "1f1b")
