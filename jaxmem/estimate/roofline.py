@@ -4,7 +4,8 @@ A matrix product takes as long as its operations at the matrix peak, or as its b
 memory's bandwidth, whichever is more; so does whatever else is a kernel of its own (a sort,
 a gather, a loop).  Elementwise operations are fused into what reads them, and computing one
 again there takes next to nothing: they count a small share of their bytes, so that of two
-plans with the same kernels the one with less such work wins.
+plans with the same kernels the one with less such work wins.  What a loop keeps of each turn is
+written into an array and read again.
 """
 
 import dataclasses
@@ -101,16 +102,16 @@ class Roofline:
             count, size = 0, read + written
         return max(count / self.matrix_peak, self._moved(size))
 
-    def kept(self, size: int, in_memory: bool, rows: int = 0) -> float:
-        """Seconds to keep so many bytes: next to none for what is in memory anyway.
+    def kept(self, size: int, in_memory: bool) -> float:
+        """Seconds to keep so many bytes: next to none for what is in memory anyway."""
+        return self._moved(size * (FUSED_SHARE if in_memory else 1))
+
+    def stacked(self, size: int, in_memory: bool, rows: int = 0) -> float:
+        """The same in a loop, which writes it into an array with that of the other turns.
 
         Args:
           rows: bytes of what is read once more for it.
         """
-        return self._moved(size * (FUSED_SHARE if in_memory else 1) + rows)
-
-    def stacked(self, size: int, in_memory: bool, rows: int = 0) -> float:
-        """The same in a loop, which writes it into an array with that of the other turns."""
         if self.counts_traffic:
             return self._moved(size * self.compiler.stack_traffic + rows)
         return self.kept(size, in_memory)

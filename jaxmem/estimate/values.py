@@ -60,10 +60,15 @@ def graph_of(
     stored = in_memory(jaxpr, roofline.compiler)
     if roofline.compiler.turns_operands and not in_loop:
         stored -= read_turned(jaxpr)
-    # Alone, outside of loops, what rows are reduced to was not seen to take kernels apart.
-    apart = in_loop and roofline.compiler.reduces_inside
-    rows = bytes_of_rows(jaxpr, stored) if apart else {}
-    price = roofline.stacked if in_loop else roofline.kept
+    rows: dict[Any, int] = {}
+    if in_loop and roofline.compiler.reduces_inside:  # outside of loops it was not looked at
+        rows = bytes_of_rows(jaxpr, stored)
+
+    def price(var: Any, size: int) -> float:
+        if in_loop:
+            return roofline.stacked(size, var in stored, rows.get(var, 0))
+        return roofline.kept(size, var in stored)
+
     free = frozenset(places[var] for var in free_values(layer) if var in places)
     operations = [
         Operation(
@@ -79,10 +84,7 @@ def graph_of(
         free=free,
         wanted=frozenset(places[a] for a in layer.residuals if _jax.is_var(a)),
         keepable=frozenset(range(len(sizes))) - free,
-        keep_seconds=tuple(
-            price(size, var in stored, rows.get(var, 0))
-            for var, size in zip(layer.values, sizes, strict=True)
-        ),
+        keep_seconds=tuple(map(price, layer.values, sizes)),
         host_seconds=tuple(map(roofline.sent, sizes)) if offload else None,
     )
 
