@@ -61,7 +61,8 @@ def graph_of(
     if roofline.compiler.turns_operands and not in_loop:
         stored -= read_turned(jaxpr)
     rows: dict[Any, int] = {}
-    if in_loop and roofline.compiler.reduces_inside:  # outside of loops it was not looked at
+    # Outside of loops it was not looked at.
+    if in_loop and roofline.counts_traffic and roofline.compiler.reduces_inside:
         rows = bytes_of_rows(jaxpr, stored)
 
     def price(var: Any, size: int) -> float:

@@ -142,9 +142,6 @@ class StackRegion(Region):
     def candidates(
         self, several: bool, later_bytes: int, turn_bytes: int = 0
     ) -> tuple[Candidate, ...]:
-        # In a scan a single layer is in a loop, too.
-        loose = None if self.uses.iterations else self.loose
-        sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
         # Where there are others, what it keeps counts more than what it needs while it is reversed.
         ways = {0, max(self.uses.others, 1)} if several else {0}
         found = {
@@ -152,7 +149,7 @@ class StackRegion(Region):
             for others in ways
             for turn in {0, turn_bytes}
             for one in candidates(
-                *sizes, later_bytes, others, turn, self.is_stage, self.round_seconds
+                *self._sizes, later_bytes, others, turn, self.is_stage, self.round_seconds
             )
         }
         return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
@@ -160,9 +157,7 @@ class StackRegion(Region):
     def candidates_by_layer(self, several: bool, turn_bytes: int = 0) -> tuple[Candidate, ...]:
         if self.is_stage:
             return ()
-        loose = None if self.uses.iterations else self.loose
-        sizes = self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
-        return tuple(revolved(*sizes, self.round_seconds))[::-1]
+        return tuple(revolved(*self._sizes, self.round_seconds))[::-1]
 
     def plan(self, candidate: Candidate) -> RegionPlan:
         return RegionPlan(self.digest, self.inputs, self.where, self._plan(candidate))
@@ -180,6 +175,13 @@ class StackRegion(Region):
     def gap(self, candidate: Candidate) -> float:
         keeps = (self.keeps[choice] for _, choice in self._layers(candidate))
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
+
+    @property
+    def _sizes(self) -> tuple[int, int, float, tuple[Choice, ...], Loose | None]:
+        """What `jaxmem.solve.stacks` is told first of a stack."""
+        # In a scan a single layer is in a loop, too.
+        loose = None if self.uses.iterations else self.loose
+        return self.length, self.carry_bytes, self.forward_seconds, self.choices, loose
 
     def _layers(self, candidate: Candidate) -> Sequence[tuple[int, int]]:
         """Pairs of a number of layers and their choice."""
