@@ -16,7 +16,7 @@ from jaxmem.plans.plan import Plan
 from jaxmem.policies import Keep, Names
 from jaxmem.stacked import Form
 from jaxmem.stacked.stack import Stack
-from jaxmem.trace.layer import Layer
+from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.code import Code
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
 
@@ -40,12 +40,19 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
     shared = {var for var, count in readers.items() if count > 1}
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
-        found = _function(code, piece, waits)(*_together(code, reads, shared, values))
+        behind = waits or piece.last < len(code)
+        recomputes = bool(piece.inner) or piece.keep is not None
+        given = _together(code, reads, shared, values, sums=behind and recomputes)
+        found = _function(code, piece, waits)(*given)
         values.update(zip(gives, found, strict=True))
 
 
+# Gradients of parameters that are smaller than this part of what a piece reads are sums over it.
+_SUMS = 16
+
+
 def _together(
-    code: Code, reads: Sequence[Any], shared: Collection[Any], values: dict[Any, Any]
+    code: Code, reads: Sequence[Any], shared: Collection[Any], values: dict[Any, Any], sums: bool
 ) -> list[Any]:
     """What a piece reads, its gradients made in one go, before earlier pieces are reversed.
 
@@ -53,17 +60,27 @@ def _together(
     it is wanted, and all of the array be held till then.  The gradient of an input of the function
     (a parameter) that other pieces read too is made by itself: the compiler of TPUs would else make
     it where it adds theirs to it, and hold all that it is made of till then.
+
+    Args:
+      sums: whether gradients of small parameters (biases, scales of norms) are made in the same go.
+        The compiler of GPUs at times computes these only where the optimizer reads them, and holds
+        the gradient that each is a sum of till then, of every layer.
     """
     inputs = {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
     given = {var: values[var] for var in reads}
     reached = [var for var in reads if _jax.has_tangent(var.aval)]
     made = [var for var in reached if var not in inputs]
+    own = [var for var in reached if var in inputs and var not in shared]
+    most = max((nbytes(var.aval) for var in made), default=0)
+    small = [var for var in own if sums and nbytes(var.aval) * _SUMS <= most]
     # What stands in one group has its gradients made in one go.
     groups = [[var] for var in reached if var in inputs and var in shared]
-    if len(made) > 1:
-        groups.append(made)
+    # Under `shard_map` those of a kind: all of a barrier varies over the same axes.
+    for kind in dict.fromkeys(_jax.varying(values[var]) for var in made):
+        groups.append([var for var in (*made, *small) if _jax.varying(values[var]) == kind])
     for group in groups:
-        given |= zip(group, _with_gradients_together([given[v] for v in group]), strict=True)
+        if len(group) > 1 or group[0] in inputs:
+            given |= zip(group, _with_gradients_together([given[v] for v in group]), strict=True)
     return list(given.values())
 
 

@@ -32,6 +32,8 @@ from helpers.unrolled_code import (
 from jax import lax
 
 import jaxmem
+from foreign import training
+from foreign.nets import NETS
 from jaxmem import NoStackWarning, StepPlan
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.compile_request import CompileRequest
@@ -657,7 +659,9 @@ def test_gradients_of_what_passes_by_are_cut_out_early(monkeypatch: pytest.Monke
     place = len(found.front) - 1
     apart = found.report(ask, place).temp_bytes
     monkeypatch.setattr(
-        unrolled_run, "_together", lambda code, reads, shared, values: [values[v] for v in reads]
+        unrolled_run,
+        "_together",
+        lambda code, reads, shared, values, sums: [values[v] for v in reads],
     )
     waiting = found.report(ask, place).temp_bytes
     assert apart < 0.97 * waiting
@@ -675,9 +679,26 @@ def test_gradients_of_shared_parameters_are_made_piece_by_piece(
     apart = found.report(ask, place).temp_bytes
     together = unrolled_run._together
     monkeypatch.setattr(
-        unrolled_run, "_together", lambda code, reads, shared, v: together(code, reads, (), v)
+        unrolled_run,
+        "_together",
+        lambda code, reads, shared, values, sums: together(code, reads, (), values, sums),
     )
     assert apart < 0.8 * found.report(ask, place).temp_bytes
+
+
+@pytest.mark.slow  # two steps of a foreign model for an absent GPU
+def test_gradients_of_biases_are_summed_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's compiler would else hold what each is a sum of till the optimizer reads it."""
+    net = NETS["BERT"](layers=2, width=512, batch=16, length=256, words=8000)
+    job = training.job(net, jaxmem.remat_auto)
+    found = problem(job.step, *job.args, target="h100-80g", donate=job.donate_argnums, cost="flops")
+    ask = question(job.step, *job.args, target="h100-80g", donate=job.donate_argnums)
+    place = len(found.front) - 1
+    early = found.report(ask, place)
+    monkeypatch.setattr(unrolled_run, "_SUMS", float("inf"))
+    late = found.report(ask, place)
+    assert early.temp_bytes < 0.9 * late.temp_bytes
+    assert early.matmul_flops == late.matmul_flops
 
 
 def test_what_is_given_to_the_function_is_kept_for_nothing_what_a_stage_gives_is_not() -> None:
