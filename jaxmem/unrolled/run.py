@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jaxmem import _jax
 from jaxmem.plans.plan import Plan
@@ -89,10 +90,20 @@ def _with_gradients_together(values: list[Any]) -> list[Any]:
     return values
 
 
-@_with_gradients_together.defjvp
-def _(values: tuple[list[Any]], tangents: tuple[list[Any]]) -> tuple[list[Any], list[Any]]:
-    # Of the values themselves a barrier would only keep compilers from fusing them.
-    return values[0], lax.optimization_barrier(tangents[0])
+def _with_tangents_together(
+    values: tuple[list[Any]], tangents: tuple[list[Any]]
+) -> tuple[list[Any], list[Any]]:
+    # Of the values themselves a barrier would only keep compilers from fusing them; and what is
+    # not differentiated, as a frozen bias, would get a gradient.
+    moving = [t for t in tangents[0] if not isinstance(t, SymbolicZero)]
+    if len(moving) == 1 < len(tangents[0]):
+        return values[0], tangents[0]  # nothing that it could be made together with
+    fenced = iter(lax.optimization_barrier(moving))
+    found = [t if isinstance(t, SymbolicZero) else next(fenced) for t in tangents[0]]
+    return values[0], found
+
+
+_with_gradients_together.defjvp(_with_tangents_together, symbolic_zeros=True)
 
 
 def _function(code: Code, piece: Piece, waits: bool) -> Any:

@@ -701,6 +701,25 @@ def test_gradients_of_biases_are_summed_early(monkeypatch: pytest.MonkeyPatch) -
     assert early.matmul_flops == late.matmul_flops
 
 
+def test_small_parameters_that_are_not_trained_get_no_gradient() -> None:
+    """Though those that are trained have theirs made with that of the stream."""
+
+    def net(ws: list[jax.Array], bs: list[jax.Array], h: jax.Array) -> jax.Array:
+        for w, b in zip(ws, bs, strict=True):
+            h = h + jnp.tanh(h @ w + b) @ w.T
+        return h
+
+    args = [jnp.ones((64, 64))] * 16, [jnp.ones(64)] * 16, jnp.ones((256, 64))
+    policy = jaxmem.remat_sqrt(net)
+
+    def sums(*trained: int) -> int:
+        step = jax.grad(lambda *args: policy(*args).sum(), trained)
+        return jax.jit(step).lower(*args).as_text().count("stablehlo.reduce(")
+
+    assert sums(0) == 0
+    assert sums(0, 1) >= 16
+
+
 def test_what_is_given_to_the_function_is_kept_for_nothing_what_a_stage_gives_is_not() -> None:
     code = code_of(lambda params, h: jnp.tanh(jnp.tanh(h)), [], normal(1, 32, 16))
     found = Chain(code, Roofline(matrix_peak=1e15, bandwidth=1e12)).segments
