@@ -49,7 +49,7 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
 
 
 # Gradients of parameters that are smaller than this part of what a piece reads are sums over it.
-_SUMS = 16
+_SUMS = 256
 
 
 def _together(
