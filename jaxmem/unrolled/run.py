@@ -44,11 +44,10 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
         behind = waits or piece.last < len(code)
         recomputes = bool(piece.inner) or piece.keep is not None
         given = _together(code, reads, shared, values, sums=behind and recomputes)
-        found = _function(code, piece, waits)(*given)
-        values.update(zip(gives, found, strict=True))
+        values.update(zip(gives, _function(code, piece, behind)(*given), strict=True))
 
 
-# Gradients of parameters that are smaller than this part of what a piece reads are sums over it.
+# Parameters no larger than this part of what a piece reads have gradients that are sums over it.
 _SUMS = 256
 
 
@@ -78,10 +77,11 @@ def _together(
     groups = [[var] for var in reached if var in inputs and var in shared]
     # Under `shard_map` those of a kind: all of a barrier varies over the same axes.
     for kind in dict.fromkeys(_jax.varying(values[var]) for var in made):
-        groups.append([var for var in (*made, *small) if _jax.varying(values[var]) == kind])
+        same = [var for var in (*made, *small) if _jax.varying(values[var]) == kind]
+        if len(same) > 1:
+            groups.append(same)
     for group in groups:
-        if len(group) > 1 or group[0] in inputs:
-            given |= zip(group, _with_gradients_together([given[v] for v in group]), strict=True)
+        given |= zip(group, _with_gradients_together([given[v] for v in group]), strict=True)
     return list(given.values())
 
 
@@ -123,7 +123,7 @@ def _function(code: Code, piece: Piece, waits: bool) -> Any:
 
     if piece.keep is None:
         return as_it_stands
-    return _kept(code, piece, waits or piece.last < len(code))
+    return _kept(code, piece, waits)
 
 
 def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
