@@ -1,15 +1,17 @@
 """What each rule of the estimate is worth: `fit` without it, in budgets that are known.
 
-    python experiments/ablation.py                        # half an hour per target
-    python experiments/ablation.py --rules writes_in_place --models matrix_chain --places 3
+    python experiments/ablation.py                        # two hours per target
+    python experiments/ablation.py --rules writes_in_place --models matrix_chain --places 3 --nets
 
 `jaxmem.estimate.compiler.Compiler` holds what a compiler does to live bytes.  Each of these rules
-spares compilations, or finds better plans, or goes.  For models and budgets of
-`results/fit_models.csv`, `fit` is asked with all rules and without each: "worse" and "better"
-count the budgets where the plan recomputes more or less by over 0.2 % of the model's matmul FLOPs,
-"lost" is the mean of that, "compiles" how many more compilations were asked for in all, and "off"
-what the plans' temporaries were predicted wrong by before anything was compiled, in the median and
-at most.  A budget that is no longer met is told of.
+spares compilations, or finds better plans, or goes.  `fit` is asked with all rules and without
+each, for models and budgets of `results/fit_models.csv`, and for models of the package
+`transformers`, with fewer layers than they have, in shares of their plain temporaries.  "Changed"
+counts the models of which any plan or prediction is another without the rule, the others are not
+asked again; "worse" and "better" count the budgets where the plan recomputes more or less by over
+0.2 % of the model's matmul FLOPs, "lost" is the mean of that, "compiles" how many more compilations
+were asked for in all, and "off" what the plans' temporaries were predicted wrong by before anything
+was compiled, in the median and at most.  A budget that is no longer met is told of.
 
 It prints a table for each target and writes `results/ablation.csv`; the same command resumes after
 an interruption.
@@ -17,10 +19,12 @@ an interruption.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import tyro
@@ -30,10 +34,12 @@ from fit_models import predicted_bytes
 from tqdm import tqdm
 
 import jaxmem
-from common.compiling import request
+from common.compiling import compiling, request
 from common.table import Record, Table, markdown, read, versions
+from foreign.nets import NETS
+from foreign.training import job as train_step
 from jaxmem.estimate import compiler
-from jaxmem.fitting.step_problem import Cost, build_problem
+from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
 
 RESULTS = Path(__file__).parent / "results"
 ALL = "all rules"
@@ -52,6 +58,12 @@ class Options:
     """Which of budgeted_models.py."""
     places: tuple[int, ...] = (1, 3, 5)
     """Which of the eight budgets."""
+    nets: tuple[str, ...] = ("GPT-2", "BERT", "T5", "ViT", "ResNet-50")
+    """Which models of transformers."""
+    layers: int = 3
+    """How many layers these have, in encoder and decoder each."""
+    percent: tuple[int, ...] = (50, 25)
+    """Of their plain temporaries: the budgets."""
     rules: tuple[str, ...] | None = None
     """Which rules; by default all that the target's compiler has."""
     compiles: int = 6
@@ -67,9 +79,12 @@ class Row(Record):
     """The plan for one budget without a rule; sizes in bytes.
 
     Attributes:
+      place: which of the budgets of fit_models.csv; of a model of transformers, per cent of its
+        plain temporaries.
       predicted: the temporaries of the plan, before anything was compiled.
       compiles: how often the compiler was asked.
       required, matmul_flops: of the compiled program; None where no plan was found to fit.
+      changed: whether any plan or prediction for the model is another than with all rules.
     """
 
     rule: str
@@ -82,6 +97,7 @@ class Row(Record):
     temporaries: int | None = None
     predicted: int | None = None
     matmul_flops: int | None = None
+    changed: bool = False
 
     @property
     def off(self) -> float | None:
@@ -89,6 +105,16 @@ class Row(Record):
         if self.predicted is None or self.temporaries is None:
             return None
         return self.predicted / self.temporaries - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A budget of a model."""
+
+    target: str
+    model: str
+    place: int
+    budget: int
 
 
 # ---------------------------------------------------------------- API
@@ -99,13 +125,17 @@ def main(options: Options) -> list[Row]:
     table = Table(options.results / "ablation.csv", Row, ("rule", "target", "model", "place"))
     asked = list(_asked(options))
     rows = []
-    for rule, known in tqdm(asked, unit="plan", disable=None):
-        own = versions(known.target)
-        key = {"rule": rule, "target": known.target, "model": known.model, "place": known.place}
+    for rule, one in tqdm(asked, unit="plan", disable=None):
+        own = versions(one.target)
+        key = {"rule": rule, "target": one.target, "model": one.model, "place": one.place}
         row = table.find(own, **key)
-        if row is None or row.budget != known.budget:
-            asking = Row(rule, known.target, known.model, known.place, known.budget, versions=own)
-            row = _planned(asking, options)
+        if row is None or row.budget != one.budget:
+            row = Row(rule, one.target, one.model, one.place, one.budget, versions=own)
+            whole = table.find(own, **{**key, "rule": ALL})
+            if rule == ALL or whole is None or _is_changed(rule, one, options):
+                row = _planned(dataclasses.replace(row, changed=rule != ALL), options)
+            else:
+                row = dataclasses.replace(whole, rule=rule)
             table.add(row)
         rows.append(row)
     for target in options.targets:
@@ -115,14 +145,16 @@ def main(options: Options) -> list[Row]:
 
 def rules_of(target: str) -> list[str]:
     """The rules that the target's compiler has, of those about bytes."""
-    own = compiler.of_platform(jaxmem.target(target).platform)
-    return [field.name for field in dataclasses.fields(own) if getattr(own, field.name) is True]
+    known = jaxmem.target(target)
+    own = compiler.of_platform(known.platform)
+    rules = [field.name for field in dataclasses.fields(own) if getattr(own, field.name) is True]
+    return [*rules, *(["on_chip_bytes"] if known.on_chip else [])]
 
 
 def summary(rows: Sequence[Row]) -> str:
     """A Markdown table: what changes without each rule."""
     whole = {(row.model, row.place): row for row in rows if row.rule == ALL}
-    lines = [["without", "budgets", "worse", "better", "lost", "compiles", "off", "at most"]]
+    lines: list[Sequence[str]] = [_HEADING]
     for rule, group in itertools.groupby(rows, lambda row: row.rule):
         own = list(group)
         changes = [_change(row, whole[row.model, row.place]) for row in own]
@@ -132,6 +164,7 @@ def summary(rows: Sequence[Row]) -> str:
         lines.append(
             [
                 rule,
+                f"{len({row.model for row in own if row.changed})}",
                 f"{len(own)}" + (f", {len(own) - len(met)} not met" if len(met) < len(own) else ""),
                 str(sum(change > _SMALL for change in met)),
                 str(sum(change < -_SMALL for change in met)),
@@ -146,45 +179,105 @@ def summary(rows: Sequence[Row]) -> str:
 
 # ---------------------------------------------------------------- implementation
 
+_HEADING = (
+    "without",
+    "changed",
+    "budgets",
+    "worse",
+    "better",
+    "lost",
+    "compiles",
+    "off",
+    "at most",
+)
 # Less than this part of the FLOPs is no change.
 _SMALL = 0.002
 
 
-def _asked(options: Options) -> Iterator[tuple[str, Known]]:
+def _asked(options: Options) -> Iterator[tuple[str, Asked]]:
     """Rules and budgets, all rules first."""
     known = read(options.results / "fit_models.csv", Known)
     for target in options.targets:
+        budgets = [
+            Asked(target, row.model, row.place, row.budget)
+            for row in known
+            if row.target == target and row.model in options.models and row.place in options.places
+        ]
+        budgets += (one for net in options.nets for one in _shares(target, net, options))
         for rule in (ALL, *(options.rules or rules_of(target))):
-            for row in known:
-                asked = row.model in options.models and row.place in options.places
-                if asked and row.target == target:
-                    yield rule, row
+            yield from ((rule, one) for one in budgets)
+
+
+def _shares(target: str, net: str, options: Options) -> list[Asked]:
+    """The budgets of a model of transformers."""
+    step = train_step(NETS[net](layers=options.layers))
+    plain = step.report(suggest=False, **compiling(target, options.timeout, False))
+    fixed = plain.required_bytes - plain.temp_bytes
+    return [
+        Asked(target, net, percent, fixed + plain.temp_bytes * percent // 100)
+        for percent in options.percent
+    ]
+
+
+def _step(model: str, options: Options) -> jaxmem.Job:
+    if model in MODELS:
+        return MODELS[model]()
+    return train_step(NETS[model](layers=options.layers), jaxmem.remat_auto)
 
 
 @contextlib.contextmanager
-def _without(rule: str, platform: str) -> Iterator[None]:
-    own = compiler.of_platform(platform)
+def _without(rule: str, name: str) -> Iterator[jaxmem.Target]:
+    """While open, the rule is not there; the target, for which compilers do without it."""
+    target = jaxmem.target(name)
+    if rule == "on_chip_bytes":
+        yield dataclasses.replace(target, on_chip=0)
+        return
+    own = compiler.of_platform(target.platform)
     less = own if rule == ALL else dataclasses.replace(own, **{rule: False})
-    with mock.patch.object(compiler, platform.upper(), less):
-        yield
+    with mock.patch.object(compiler, target.platform.upper(), less):
+        yield target
+
+
+def _problem(rule: str, one: Asked, options: Options) -> StepProblem:
+    with _without(rule, one.target) as target:
+        return build_problem(
+            request(_step(one.model, options), target, options.timeout), False, COST
+        )
+
+
+def _is_changed(rule: str, one: Asked, options: Options) -> bool:
+    """Whether any plan or prediction is another without the rule."""
+    return _plans(rule, one.target, one.model, options) != _plans(
+        ALL, one.target, one.model, options
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _plans(rule: str, target: str, model: str, options: Options) -> list[Any]:
+    """All that `fit` chooses from."""
+    problem = _problem(rule, Asked(target, model, 0, 0), options)
+    front = [problem.plan(number) for number in range(len(problem.front))]
+    return [problem.candidates, problem.whole, problem.by_layer, problem.others, front]
 
 
 def _planned(row: Row, options: Options) -> Row:
-    job = MODELS[row.model]()
-    how = {
-        "target": row.target,
-        "donate_argnums": job.donate_argnums,
-        "max_compiles": options.compiles,
-        "timeout": options.timeout,
-    }
-    with _without(row.rule, jaxmem.target(row.target).platform):
+    job = _step(row.model, options)
+    with _without(row.rule, row.target) as target:
         try:
             fitted = jaxmem.fit(
-                job.step, *job.args, budget=row.budget, cost=COST, progress=False, **how
+                job.step,
+                *job.args,
+                target=target,
+                donate_argnums=job.donate_argnums,
+                budget=row.budget,
+                cost=COST,
+                max_compiles=options.compiles,
+                timeout=options.timeout,
+                progress=False,
             )
         except jaxmem.BudgetError:
             return dataclasses.replace(row, compiles=options.compiles)
-        problem = build_problem(request(job, row.target, options.timeout), False, COST)
+        problem = build_problem(request(job, target, options.timeout), False, COST)
     report = fitted.report
     fixed = report.required_bytes - report.temp_bytes
     return dataclasses.replace(

@@ -29,6 +29,8 @@ def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any]
     if compiler.fuses_operands:
         taken -= _Ends(jaxpr, compiler, of_products).inside_of_products
     found = {*jaxpr.invars, *jaxpr.constvars, *taken}
+    if compiler.gathers_stored:
+        found |= read_by_gathers(jaxpr)
     for eqn in jaxpr.eqns:
         kind = kind_in(eqn)
         if kind in ("kernel", "reduction"):
@@ -47,6 +49,13 @@ def read_by_kernels(jaxpr: Any) -> set[Any]:
             for atom in filter(_jax.is_var, eqn.invars):
                 found.update(_behind_views(atom, views))
     return found
+
+
+def read_by_gathers(jaxpr: Any) -> set[Any]:
+    """What gathers read elements of, and what that is a view of."""
+    views = _views_in(jaxpr)
+    read = (eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "gather")
+    return {var for atom in read if _jax.is_var(atom) for var in _behind_views(atom, views)}
 
 
 def read_turned(jaxpr: Any) -> set[Any]:

@@ -16,6 +16,8 @@ class Compiler:
       delays: what only the backward pass reads is computed there.
       counts_operations: whether what is elementwise is kept or computed twice goes by the number of
         its operations that are not cheap; else by what they cost, and by the bytes of an element.
+      gathers_stored: what a gather reads is in memory, as a kernel's operands are; else it computes
+        that itself, where it reads it.
       fuses_operands: matrix products compute what is elementwise in front of them themselves.
       rounds_operands: of what they read in float32, and nothing else reads, bfloat16 is stored.
       fuses_results: they make what follows from their result alone in the place of it.
@@ -44,12 +46,15 @@ class Compiler:
         for that; 0 where it is not known.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which
         does not write over that array.
+      on_chip_bytes: so much of what is made, of arrays no larger, is in memory on the chip (VMEM),
+        and takes none of the device's.
     """
 
     writes_in_place: bool = True
     looks_inside: bool = True
     delays: bool = True
     counts_operations: bool = False
+    gathers_stored: bool = False
     fuses_operands: bool = False
     rounds_operands: bool = False
     fuses_results: bool = False
@@ -65,6 +70,7 @@ class Compiler:
     holds_fenced: bool = False
     frees_early: bool = False
     stack_traffic: int = 0
+    on_chip_bytes: int = 0
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
@@ -82,6 +88,7 @@ GPU = Compiler(
 )
 TPU = Compiler(
     counts_operations=True,
+    gathers_stored=True,
     fuses_operands=True,
     rounds_operands=True,
     fuses_results=True,

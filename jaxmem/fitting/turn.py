@@ -75,13 +75,13 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
         return Turn(passing=passing)
     before = {var for eqn in jaxpr.eqns[: there + 1] for var in eqn.outvars}
     between, called = _jax.flattened(jaxpr.eqns[there + 1 : back])
-    between = _simplified(between)
+    later = {a for eqn in jaxpr.eqns[back:] for a in eqn.invars if _jax.is_var(a)}
+    later.update(filter(_jax.is_var, jaxpr.outvars))
+    outs = {called.get(var, var) for var in later}
+    between = _read_later(jaxpr, _simplified(between), outs)
     reads = dict.fromkeys(a for eqn in between for a in eqn.invars if _jax.is_var(a))
     made = {var for eqn in between for var in eqn.outvars}
     given = [var for var in reads if var not in made]
-    later = {a for eqn in jaxpr.eqns[back:] for a in eqn.invars if _jax.is_var(a)}
-    later.update(filter(_jax.is_var, jaxpr.outvars))
-    outs = (called.get(var, var) for var in later)
     results = {atom for atom in outs if _jax.is_var(atom) and atom in made}
     held = [var for var in given if var in before]
     peak = peak_live_bytes(
@@ -116,6 +116,13 @@ def _waiting(eqns: Sequence[Any], results: set[Any], compiler: Compiler) -> int:
         elif len(atoms) == 1 and atoms[0] in sums and kind_of(eqn) in ("fused", "view"):
             sums.update((var, sums[atoms[0]]) for var in eqn.outvars)
     return sum(size for var, size in sums.items() if var in results)
+
+
+def _read_later(jaxpr: Any, eqns: list[Any], outs: Collection[Any]) -> list[Any]:
+    """Equations without those for nothing: a loss whose gradient alone is wanted."""
+    wanted = [atom for atom in outs if _jax.is_var(atom)]
+    places = _jax.needed(_jax.piece_of(jaxpr, eqns, (), wanted), wanted, keep_effects=True)
+    return [eqns[place] for place in sorted(places)]
 
 
 def _simplified(eqns: Sequence[Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """How many bytes of a traced program are live at once."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,6 +12,7 @@ from jax import lax
 
 from jaxmem import _jax
 from jaxmem.estimate.arrays import (
+    in_memory,
     layout_copies,
     read_rounded,
     read_turned,
@@ -130,6 +132,24 @@ def test_what_is_held_is_there_until_it_is_read_and_can_be_written_over():
     assert live(lambda x, y: x * y, X, X, held=[1]) == 1
 
 
+def test_what_fits_on_the_chip_takes_nothing_of_the_devices_memory():
+    def three(x):
+        return ((x @ x[:, :64]) @ x[:64]) @ x
+
+    def peak(on_chip, **how):
+        closed = jax.make_jaxpr(three)(X)
+        held = [closed.jaxpr.invars[0]] if how else []
+        compiler = dataclasses.replace(ANY, on_chip_bytes=on_chip)
+        return peak_live_bytes(closed, compiler=compiler, held=held) / SIZE
+
+    assert peak(0) == 2
+    assert peak(SIZE // 2) == 2  # at the peak are arrays that are larger
+    assert peak(SIZE) == 1
+    assert peak(2 * SIZE) == 0
+    # What is there from the start stays where it is.
+    assert peak(2 * SIZE, held=True) == 1
+
+
 def test_what_others_hold_too_is_there_to_the_end():
     def thrice(x, y):
         return ((x @ y) @ y) @ y
@@ -233,6 +253,17 @@ def test_gradients_that_products_make_and_read_are_rounded_where_they_are_made()
 
     closed = jax.make_jaxpr(read_again)(X, X, X)
     assert rounded_where_made(closed.jaxpr, closed.jaxpr.invars[:1], TPU) == set()
+
+
+@pytest.mark.parametrize("compiler", [GPU, TPU])
+def test_what_a_gather_reads_is_in_memory_on_tpus(compiler):
+    def picked(x, at):
+        return jnp.take_along_axis(jnp.exp(x), at, axis=1).sum()
+
+    specs = X, jax.ShapeDtypeStruct((X.shape[0], 1), "int32")
+    found = in_memory(_jax.inlined(jax.make_jaxpr(picked)(*specs)).jaxpr, compiler)
+    large = [var for var in found if var.aval.size == X.size]
+    assert len(large) == (2 if compiler is TPU else 1)
 
 
 HEADS = jax.ShapeDtypeStruct((2, 8, 4, 16), "float32")
