@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.estimate.arrays import in_memory
 from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Layer, nbytes
 
 # ---------------------------------------------------------------- types
@@ -159,6 +160,10 @@ def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[A
     values of a kind have one together, with those of `first` that are of that kind.
     """
     found, before = list(values), list(first)
+    if not first and platform() == "tpu":
+        # XLA for TPUs takes a barrier behind one fusion that makes all of its operands for having
+        # as many results as that, and refuses the program where the fusion makes more later.
+        return [], [lax.optimization_barrier(_jax.row_major(value)) for value in values]
     for kind in dict.fromkeys(map(_jax.varying, values)):
         places = [place for place, value in enumerate(values) if _jax.varying(value) == kind]
         same = [place for place, value in enumerate(before) if _jax.varying(value) == kind]

@@ -94,10 +94,12 @@ def fit(
         reached, what fills it, and what would help.
       ValueError: nothing in the step is decorated, or nothing decorated is differentiated; the
         budget is no size.
-      jaxmem.CompileError: as for `jaxmem.memory_report`.
+      jaxmem.CompileError: as for `jaxmem.memory_report`; of a compiler that fails at something of
+        its own, if it does so for every plan that is asked for.
 
     Warns:
-      jaxmem.JaxmemWarning: the plan is within the budget, and the device has less.
+      jaxmem.JaxmemWarning: the plan is within the budget, and the device has less; or the compiler
+        failed for other plans, which were passed over.
       jaxmem.NoStackWarning: what is decorated is one layer of a scan: all get the same plan.
 
     >>> import jax, jax.numpy as jnp, jaxmem
@@ -137,6 +139,16 @@ def fit(
             except _OutOfTime:
                 closed = False
     best, seen = tried.best(problem), tried.seen(problem)
+    if tried.refused:
+        error = next(iter(tried.refused.values()))
+        if not seen:
+            raise error
+        warn(
+            f"fit passed over {len(tried.refused)} of {len(tried.refused) + len(seen)} plans, for "
+            f"which the compiler failed ({str(error).splitlines()[0]}); another budget asks for "
+            "other plans",
+            JaxmemWarning,
+        )
     if best is None:
         least = min(seen, key=lambda candidate: seen[candidate])
         report = tried.report(problem, least)
@@ -157,7 +169,7 @@ def fit(
         budget,
         problem.prediction(best, seen),
         closed,
-        len(tried.reports),
+        len(tried.reports) + len(tried.refused),
     )
 
 
@@ -180,6 +192,7 @@ class _Tried:
 
     Attributes:
       reports: in the order in which they were asked for.
+      refused: of plans for which the compiler failed, why.
     """
 
     def __init__(
@@ -191,6 +204,8 @@ class _Tried:
         workers: int,
     ) -> None:
         self.reports: dict[StepCandidate, MemoryReport] = {}
+        self.refused: dict[StepCandidate, CompileError] = {}
+        self._answers: dict[StepCandidate, int] = {}
         self._begun: dict[StepCandidate, Begun] = {}
         self._ask, self._budget, self._say, self._deadline = ask, budget, say, deadline
         self._workers = workers
@@ -240,8 +255,19 @@ class _Tried:
             raise _OutOfTime
         budget, what = self._budget, f"plan {candidate + 1} of {len(problem.front)}"
         self._say.doing(f"compiling {what}")
-        report = self._reported(problem, candidate, searched)
-        self.reports[problem.front[candidate]] = report
+        own = problem.front[candidate]
+        try:
+            report = self._reported(problem, candidate, searched)
+        except CompileError as error:
+            if not error.is_defect:
+                raise
+            self._begun.pop(own, None)
+            self.refused[own] = error
+            self._say(f"fit: {what} is passed over: {str(error).splitlines()[0]}")
+            # As one that does not fit, from which next to nothing follows for others.
+            self._answers[own] = max(problem.predicted[candidate], budget + 1)
+            return self._answers[own]
+        self.reports[own] = report
         needed, told = report.required_bytes, self._told(report)
         verdict = "fits" if told <= budget else f"{size(needed - budget)} too much"
         if needed <= budget < told:
@@ -250,6 +276,7 @@ class _Tried:
             f"fit: {what} needs {size(needed)} "
             f"(predicted {size(problem.predicted[candidate])}): {verdict}"
         )
+        self._answers[own] = told
         return told
 
     # ------------------------------------------------------------ implementation
@@ -279,7 +306,8 @@ class _Tried:
         """Have what will likely be asked for next compiled meanwhile, and nothing else."""
         likely = [candidate]
         if searched is not None and self._workers > 1:
-            told = {k: self._told(self.report(problem, k)) for k in self.seen(problem)}
+            places = {one: k for k, one in enumerate(problem.front)}
+            told = {places[one]: size for one, size in self._answers.items() if one in places}
             likely = upcoming(searched, problem.prediction, self._budget, told, self._workers)
         wanted = {problem.front[k]: k for k in likely}
         for one in self._begun.keys() - wanted.keys():

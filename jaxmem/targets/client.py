@@ -63,11 +63,13 @@ class CompileError(RuntimeError):
 
     Attributes:
       log: the last lines that it printed.
+      is_defect: whether it failed at something of its own (INTERNAL), that other programs of the
+        same step may not meet.
     """
 
-    def __init__(self, message: str, log: str = "") -> None:
+    def __init__(self, message: str, log: str = "", is_defect: bool = False) -> None:
         super().__init__(f"{message}\nThe end of the compiler's log:\n{log}" if log else message)
-        self.log = log
+        self.log, self.is_defect = log, is_defect
 
 
 class Compilation:
@@ -142,7 +144,11 @@ class Compilation:
         with self._lent, self._explained():
             reply = self._worker.finish(self._deadline)
         if "error" in reply:
-            raise CompileError(_why_refused(reply, self._target), _last(reply["log"]))
+            raise CompileError(
+                _why_refused(reply, self._target),
+                _last(reply["log"]),
+                is_defect=refusals.is_defect(reply["error"]),
+            )
         return _output(reply, self._target)
 
     def stop(self) -> None:

@@ -55,6 +55,15 @@ def too_large(message: str) -> TooLarge | None:
     return None
 
 
+def is_defect(message: str) -> bool:
+    """Whether a compiler met something that its authors took to be impossible.
+
+    >>> is_defect("INTERNAL: RET_CHECK failure (xla/hlo/ir/hlo_instruction.cc:3699) ...")
+    True
+    """
+    return message.startswith("INTERNAL")
+
+
 def unassembled(message: str) -> bool:
     """Whether a GPU compiler had finished except for the last step, assembling machine code.
 

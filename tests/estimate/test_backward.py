@@ -13,11 +13,12 @@ from jax import lax
 
 import jaxmem
 from jaxmem import _jax
-from jaxmem.estimate.backward import backward_of, interleaved_pullback
+from jaxmem.estimate.backward import backward_of, interleaved_pullback, tied
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.estimate.values import graph_of
 from jaxmem.solve.keep import menu
 from jaxmem.stacked import state
+from jaxmem.trace import context
 from jaxmem.trace.layer import Layer
 from jaxmem.unrolled import Piece, UnrolledPlan, run
 
@@ -37,6 +38,29 @@ def inputs(shape: str) -> list[jax.Array]:
     code = code_of(SHAPES[shape], *arrays())
     values = dict(zip(code.closed.jaxpr.invars, jax.tree.leaves(arrays()), strict=True))
     return [values[var] for var in code.reads(0, len(code))]
+
+
+# ---------------------------------------------------------------- barriers
+
+
+def test_on_tpus_a_barrier_that_nothing_waits_at_is_for_one_value() -> None:
+    """XLA for TPUs refuses some programs with such for several, see `tied`.
+
+    A BERT of three layers was one, at which `fit` ended.
+    """
+    values = [jnp.ones(4), jnp.ones(4), jnp.ones(3)]
+
+    def barriers(first: int, platform: str) -> list[int]:
+        with context.recording(platform):
+            closed = jax.make_jaxpr(lambda *all: tied(all[:first], all[first:]))(*values)
+        return [
+            len(eqn.outvars)
+            for eqn in closed.jaxpr.eqns
+            if eqn.primitive.name == "optimization_barrier"
+        ]
+
+    assert barriers(0, "tpu") == [1, 1, 1]
+    assert barriers(1, "tpu") == barriers(0, "gpu") == [3]
 
 
 # ---------------------------------------------------------------- the order

@@ -330,6 +330,66 @@ def test_what_the_compiler_recomputes_is_taken_where_it_is_less_or_all_that_fits
     assert fitted.report.required_bytes <= fitted.budget
 
 
+class _Refused(Answered):
+    """A plan for which the compiler fails."""
+
+    error: jaxmem.CompileError
+
+    def result(self) -> jaxmem.MemoryReport:
+        raise self.error
+
+    def stop(self) -> None:
+        pass
+
+
+def _failing(
+    monkeypatch: pytest.MonkeyPatch, is_failing: Callable[[jaxmem.StepPlan], bool], defect: bool
+) -> list[jaxmem.StepPlan]:
+    """Have the compiler fail for these plans, and note which are asked for."""
+    begin, asked = CompileRequest.begin, []
+
+    def begun(self: CompileRequest, plan: jaxmem.StepPlan) -> Answered | Begun:
+        asked.append(plan)
+        if not is_failing(plan):
+            return begin(self, plan)
+        refused = _Refused(None)  # pyright: ignore[reportArgumentType]
+        refused.error = jaxmem.CompileError("it failed: INTERNAL: why", is_defect=defect)
+        return refused
+
+    monkeypatch.setattr(CompileRequest, "begin", begun)
+    return asked
+
+
+def test_plans_for_which_the_compiler_fails_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    least, most = least_and_most()
+    budget = (least + most) // 2
+    without = fit(step, *specs(), budget=budget)
+    asked = _failing(monkeypatch, lambda plan: plan == without.plan, defect=True)
+    with pytest.warns(JaxmemWarning, match="passed over 1 of . plans.*INTERNAL: why"):
+        fitted = fit(step, *specs(), budget=budget, progress=True)
+    assert fitted.plan != without.plan
+    assert fitted.report.required_bytes <= budget
+    assert without.plan in asked
+    assert fitted.compiles == len(asked) <= 8
+    assert "is passed over: it failed" in capfd.readouterr().err
+
+
+def test_a_compiler_that_fails_for_all_plans_or_at_something_else_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        asked = _failing(patch, lambda plan: True, defect=True)
+        with pytest.raises(jaxmem.CompileError, match="it failed"):
+            fit(step, *specs(), budget="1GiB", max_compiles=3)
+        assert 1 <= len(asked) <= 3
+    asked = _failing(monkeypatch, lambda plan: True, defect=False)
+    with pytest.raises(jaxmem.CompileError, match="it failed"):
+        fit(step, *specs(), budget="1GiB", max_compiles=3)
+    assert len(asked) == 1, "it will fail again"
+
+
 def test_nothing_differentiated() -> None:
     with pytest.raises(ValueError, match="differentiates none of them"):
         fit(marked, *specs(), budget="1GiB")
