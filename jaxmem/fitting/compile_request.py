@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxmem import targets
 from jaxmem.compile.program import Program
+from jaxmem.errors import JaxmemWarning, warn
 from jaxmem.fitting.step_plan import StepPlan, following
 from jaxmem.report.memory import PendingReport
 from jaxmem.report.report import MemoryReport
@@ -14,6 +15,32 @@ from jaxmem.report.report import MemoryReport
 def rematerialised(report: MemoryReport) -> bool:
     """Whether the compiler itself recomputes, more than it was asked to: it lacks memory."""
     return any(lint.kind == "compiler-remat" for lint in report.lints)
+
+
+def tell_of_failures(
+    who: str, failed: Sequence["targets.CompileError"], compiled: int, remedy: str
+) -> None:
+    """Warn of plans for which the compiler failed at something of its own.
+
+    Args:
+      who: asked for them.
+      failed: why, of each.
+      compiled: how many plans it did not fail for.
+      remedy: what to do.
+
+    Raises:
+      CompileError: it failed for all.
+    """
+    if not failed:
+        return
+    if not compiled:
+        raise failed[0]
+    why = str(failed[0]).splitlines()[0]
+    warn(
+        f"{who} passed over {len(failed)} of {len(failed) + compiled} plans, for which the "
+        f"compiler failed ({why}); {remedy}",
+        JaxmemWarning,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

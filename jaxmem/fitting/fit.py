@@ -22,7 +22,12 @@ from jaxmem.errors import (
     check_seconds,
     warn,
 )
-from jaxmem.fitting.compile_request import Begun, CompileRequest, rematerialised
+from jaxmem.fitting.compile_request import (
+    Begun,
+    CompileRequest,
+    rematerialised,
+    tell_of_failures,
+)
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.shortfall import shortfall
@@ -139,16 +144,9 @@ def fit(
             except _OutOfTime:
                 closed = False
     best, seen = tried.best(problem), tried.seen(problem)
-    if tried.refused:
-        error = next(iter(tried.refused.values()))
-        if not seen:
-            raise error
-        warn(
-            f"fit passed over {len(tried.refused)} of {len(tried.refused) + len(seen)} plans, for "
-            f"which the compiler failed ({str(error).splitlines()[0]}); another budget asks for "
-            "other plans",
-            JaxmemWarning,
-        )
+    tell_of_failures(
+        "fit", [*tried.refused.values()], len(tried.reports), "another budget asks for other plans"
+    )
     if best is None:
         least = min(seen, key=lambda candidate: seen[candidate])
         report = tried.report(problem, least)

@@ -20,7 +20,12 @@ from jaxmem._util.files import write_whole
 from jaxmem._util.shown import picture
 from jaxmem._util.text import change, columns, duration, size
 from jaxmem.errors import check_flags, check_positive
-from jaxmem.fitting.compile_request import Begun, CompileRequest, rematerialised
+from jaxmem.fitting.compile_request import (
+    Begun,
+    CompileRequest,
+    rematerialised,
+    tell_of_failures,
+)
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
@@ -194,7 +199,10 @@ def frontier(
 
     Raises:
       ValueError: nothing in the step can be planned (see `jaxmem.fit`); `points` is below 2.
-      jaxmem.CompileError: as for `jaxmem.memory_report`.
+      jaxmem.CompileError: as for `jaxmem.fit`.
+
+    Warns:
+      jaxmem.JaxmemWarning: plans are missing, for which the compiler failed.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat_auto
@@ -220,18 +228,22 @@ def frontier(
     )
     reports: dict[int, MemoryReport] = {}
     predicted: dict[int, int] = {}
+    failed: list[targets.CompileError] = []
     with Progress(progress, points) as say:
         problem = build_problem(ask, allow_offload, cost)
         chosen = spread(problem.predicted, points)
         say.planned(len(chosen), "frontier")
         order = _ends_first(chosen)
-        for number, (candidate, report) in enumerate(_compiled(problem, ask, order, workers), 1):
+        compiled = _compiled(problem, ask, order, workers, failed)
+        for number, (candidate, report) in enumerate(compiled, 1):
             seen = {other: report.required_bytes for other, report in reports.items()}
             predicted[candidate] = problem.prediction(candidate, seen)
             reports[candidate] = report
             needs = size(reports[candidate].required_bytes)
             expected = size(predicted[candidate])
             say(f"frontier: {number} of {len(chosen)} needs {needs} (predicted {expected})")
+    tell_of_failures("frontier", failed, len(reports), "another number of points has other plans")
+    chosen = [candidate for candidate in chosen if candidate in reports]
     # Where the compiler recomputes more by itself, the plan's seconds are not the program's.
     costs = [
         (
@@ -291,9 +303,17 @@ def _ends_first(chosen: Sequence[int]) -> list[int]:
 
 
 def _compiled(
-    problem: StepProblem, ask: CompileRequest, order: Sequence[int], workers: int
+    problem: StepProblem,
+    ask: CompileRequest,
+    order: Sequence[int],
+    workers: int,
+    failed: list["targets.CompileError"],
 ) -> Iterator[tuple[int, MemoryReport]]:
-    """Reports of candidates, in this order; while one is compiled the next ones are begun."""
+    """Reports of candidates, in this order; while one is compiled the next ones are begun.
+
+    Args:
+      failed: is given why the compiler failed for candidates, which are passed over.
+    """
     left = list(order)
     begun: dict[int, Begun] = {}
 
@@ -307,7 +327,14 @@ def _compiled(
                 begin()
             while left and len(begun) < workers and not begun[candidate].answered(0):
                 begin()
-            yield candidate, begun.pop(candidate).result()
+            try:
+                report = begun.pop(candidate).result()
+            except targets.CompileError as error:
+                if not error.is_defect:
+                    raise
+                failed.append(error)
+            else:
+                yield candidate, report
     finally:
         for rest in begun.values():
             rest.stop()

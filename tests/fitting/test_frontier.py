@@ -19,6 +19,7 @@ from front.rivals import hand
 from front.table import FIT, Made, Row, of, table
 from jaxmem import Frontier
 from jaxmem._util import text
+from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.frontier import spread
 from jaxmem.show.frontier import bargain
 
@@ -98,6 +99,31 @@ def test_a_plan_of_a_point_needs_what_the_point_says():
             report = jaxmem.memory_report(jax.grad(loss), *shapes(), suggest=False)
         assert report.required_bytes == point.required_bytes
         assert report.matmul_flops == point.matmul_flops
+
+
+@pytest.mark.parametrize("failing", ["one", "all"])
+def test_plans_for_which_the_compiler_fails_are_missing(failing: str, monkeypatch):
+    begin, asked = CompileRequest.begin, []
+
+    class Failed:
+        def answered(self, seconds):
+            return True
+
+        def result(self):
+            raise jaxmem.CompileError("it failed: INTERNAL: why", is_defect=True)
+
+    def begun(self, plan):
+        asked.append(plan)
+        return Failed() if failing == "all" or len(asked) == 2 else begin(self, plan)
+
+    monkeypatch.setattr(CompileRequest, "begin", begun)
+    if failing == "all":
+        with pytest.raises(jaxmem.CompileError, match="it failed"):
+            jaxmem.frontier(jax.grad(loss), *shapes(), points=3, progress=False)
+        return
+    with pytest.warns(jaxmem.JaxmemWarning, match="passed over 1 of 3 plans.*INTERNAL: why"):
+        front = jaxmem.frontier(jax.grad(loss), *shapes(), points=3, progress=False)
+    assert [point.plan for point in front.points] == [asked[0], asked[2]]
 
 
 def test_a_step_with_few_plans_has_few_points():
