@@ -132,8 +132,12 @@ def main(options: Options) -> list[Row]:
         if row is None or row.budget != one.budget:
             row = Row(rule, one.target, one.model, one.place, one.budget, versions=own)
             whole = table.find(own, **{**key, "rule": ALL})
-            if rule == ALL or whole is None or _is_changed(rule, one, options):
-                row = _planned(dataclasses.replace(row, changed=rule != ALL), options)
+            if rule == ALL or whole is None:
+                row = _planned(row, options)
+            elif _is_changed(rule, one, options):
+                row = dataclasses.replace(row, changed=True)
+                # What no plan is found for with all rules says nothing of one of them.
+                row = row if whole.required is None else _planned(row, options)
             else:
                 row = dataclasses.replace(whole, rule=rule)
             table.add(row)
@@ -159,13 +163,14 @@ def summary(rows: Sequence[Row]) -> str:
         own = list(group)
         changes = [_change(row, whole[row.model, row.place]) for row in own]
         met = [change for change in changes if change is not None]
+        lost = sum(whole[row.model, row.place].required is not None for row in own) - len(met)
         off = [abs(row.off) for row in own if row.off is not None]
         more = sum(row.compiles - whole[row.model, row.place].compiles for row in own)
         lines.append(
             [
                 rule,
                 f"{len({row.model for row in own if row.changed})}",
-                f"{len(own)}" + (f", {len(own) - len(met)} not met" if len(met) < len(own) else ""),
+                f"{len(met) + lost}" + (f", {lost} not met" if lost else ""),
                 str(sum(change > _SMALL for change in met)),
                 str(sum(change < -_SMALL for change in met)),
                 f"{statistics.mean(met):+.2%}",

@@ -13,31 +13,39 @@ from jaxmem.estimate import compiler
 
 
 def row(rule: str, place: int, flops: int | None, compiles: int = 2, off: float = 0.1) -> Row:
+    found = Row(rule, "v5e-16g", "net", place, 1000, 6, changed=rule != ALL, versions="1")
     if flops is None:
-        return Row(rule, "v5e-16g", "net", place, 1000, 6, versions="1")
+        return found
     predicted = round(100 * (1 + off))
-    return Row(
-        rule, "v5e-16g", "net", place, 1000, compiles, 900, 100, predicted, flops, versions="1"
+    return dataclasses.replace(
+        found,
+        compiles=compiles,
+        required=900,
+        temporaries=100,
+        predicted=predicted,
+        matmul_flops=flops,
     )
 
 
 def test_changes_are_counted_against_all_rules() -> None:
     rows = [
         *(row(ALL, place, 1000) for place in range(4)),
+        row(ALL, 4, None, compiles=6),
         row("this", 0, 1001),
         row("this", 1, 1010, compiles=4, off=-0.5),
         row("this", 2, 990),
         row("this", 3, None),
+        row("this", 4, None),
     ]
     heading, _, whole, less = ablation.summary(rows).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (heading, whole, less)]
     assert dict(zip(cells[0], cells[1], strict=True)) == {
-        "without": ALL, "budgets": "4", "worse": "0", "better": "0", "lost": "+0.00%",
-        "compiles": "8", "off": "10.0%", "at most": "10.0%",
+        "without": ALL, "changed": "0", "budgets": "4", "worse": "0", "better": "0",
+        "lost": "+0.00%", "compiles": "14", "off": "10.0%", "at most": "10.0%",
     }  # fmt: skip
     assert dict(zip(cells[0], cells[2], strict=True)) == {
-        "without": "this", "budgets": "4, 1 not met", "worse": "1", "better": "1",
-        "lost": "+0.03%", "compiles": "+6", "off": "10.0%", "at most": "50.0%",
+        "without": "this", "changed": "1", "budgets": "4, 1 not met", "worse": "1",
+        "better": "1", "lost": "+0.03%", "compiles": "+6", "off": "10.0%", "at most": "50.0%",
     }  # fmt: skip
 
 
@@ -47,7 +55,8 @@ def test_every_rule_of_a_target_is_asked_about() -> None:
     }
     both = {*ablation.rules_of("h100-80g"), *ablation.rules_of("v5e-16g")}
     fields = dataclasses.fields(compiler.Compiler)
-    assert both == {field.name for field in fields if isinstance(field.default, bool)}
+    rules = {field.name for field in fields if isinstance(field.default, bool)}
+    assert both == {*rules, "on_chip_bytes"}
 
 
 @pytest.mark.slow  # the experiment itself
@@ -64,16 +73,21 @@ def test_without_a_rule_the_same_program_is_predicted_otherwise(tmp_path: Path) 
         targets=("h100-80g",),
         models=("matrix_chain",),
         places=(7,),
-        rules=("writes_in_place",),
+        nets=(),
+        rules=("writes_in_place", "calls_libraries"),
         results=tmp_path,
     )
-    whole, less = ablation.main(options)
-    assert (whole.rule, less.rule) == (ALL, "writes_in_place")
+    whole, less, same = ablation.main(options)
+    assert (whole.rule, less.rule, same.rule) == (ALL, "writes_in_place", "calls_libraries")
+    assert less.changed
+    assert same == dataclasses.replace(whole, rule="calls_libraries"), (
+        "nothing in it is a library's"
+    )
     assert whole.required is not None
     assert whole.required <= whole.budget == less.budget
     assert whole.off is not None
     assert less.off is not None
     assert abs(whole.off) < 0.01 < less.off, "what is not written over stays"
     assert compiler.of_platform("gpu") is compiler.GPU, "and nothing of it stays"
-    assert ablation.main(options) == [whole, less]
+    assert ablation.main(options) == [whole, less, same]
     assert jaxmem.target("h100-80g").platform == "gpu"
