@@ -149,10 +149,8 @@ def main(options: Options) -> list[Row]:
 
 def rules_of(target: str) -> list[str]:
     """The rules that the target's compiler has, of those about bytes."""
-    known = jaxmem.target(target)
-    own = compiler.of_platform(known.platform)
-    rules = [field.name for field in dataclasses.fields(own) if getattr(own, field.name) is True]
-    return [*rules, *(["on_chip_bytes"] if known.on_chip else [])]
+    own = compiler.of_platform(jaxmem.target(target).platform)
+    return [field.name for field in dataclasses.fields(own) if getattr(own, field.name) is True]
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -231,22 +229,19 @@ def _step(model: str, options: Options) -> jaxmem.Job:
 
 
 @contextlib.contextmanager
-def _without(rule: str, name: str) -> Iterator[jaxmem.Target]:
-    """While open, the rule is not there; the target, for which compilers do without it."""
-    target = jaxmem.target(name)
-    if rule == "on_chip_bytes":
-        yield dataclasses.replace(target, on_chip=0)
-        return
-    own = compiler.of_platform(target.platform)
+def _without(rule: str, target: str) -> Iterator[None]:
+    """While open, the rule is not there."""
+    platform = jaxmem.target(target).platform
+    own = compiler.of_platform(platform)
     less = own if rule == ALL else dataclasses.replace(own, **{rule: False})
-    with mock.patch.object(compiler, target.platform.upper(), less):
-        yield target
+    with mock.patch.object(compiler, platform.upper(), less):
+        yield
 
 
 def _problem(rule: str, one: Asked, options: Options) -> StepProblem:
-    with _without(rule, one.target) as target:
+    with _without(rule, one.target):
         return build_problem(
-            request(_step(one.model, options), target, options.timeout), False, COST
+            request(_step(one.model, options), one.target, options.timeout), False, COST
         )
 
 
@@ -267,12 +262,12 @@ def _plans(rule: str, target: str, model: str, options: Options) -> list[Any]:
 
 def _planned(row: Row, options: Options) -> Row:
     job = _step(row.model, options)
-    with _without(row.rule, row.target) as target:
+    with _without(row.rule, row.target):
         try:
             fitted = jaxmem.fit(
                 job.step,
                 *job.args,
-                target=target,
+                target=row.target,
                 donate_argnums=job.donate_argnums,
                 budget=row.budget,
                 cost=COST,
@@ -282,7 +277,7 @@ def _planned(row: Row, options: Options) -> Row:
             )
         except jaxmem.BudgetError:
             return dataclasses.replace(row, compiles=options.compiles)
-        problem = build_problem(request(job, target, options.timeout), False, COST)
+        problem = build_problem(request(job, row.target, options.timeout), False, COST)
     report = fitted.report
     fixed = report.required_bytes - report.temp_bytes
     return dataclasses.replace(

@@ -38,7 +38,7 @@ def compiling(target: str, timeout: float, small: bool) -> dict[str, Any]:
     return {"target": target, "timeout": timeout, "compiler_options": quick}
 
 
-def request(job: jaxmem.Job, target: str | jaxmem.Target, timeout: float) -> CompileRequest:
+def request(job: jaxmem.Job, target: str, timeout: float) -> CompileRequest:
     """A job and its target, as `fit` asks the compiler."""
     return CompileRequest(
         job.step, job.args, dict(job.kwargs), target, job.donate_argnums, (), None, timeout, True

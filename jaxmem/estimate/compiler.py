@@ -46,8 +46,6 @@ class Compiler:
         for that; 0 where it is not known.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which
         does not write over that array.
-      on_chip_bytes: so much of what is made, of arrays no larger, is in memory on the chip (VMEM),
-        and takes none of the device's.
     """
 
     writes_in_place: bool = True
@@ -70,7 +68,6 @@ class Compiler:
     holds_fenced: bool = False
     frees_early: bool = False
     stack_traffic: int = 0
-    on_chip_bytes: int = 0
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.

@@ -170,39 +170,6 @@ def _computed_in(closed: ClosedJaxpr, compiler: Compiler) -> int:
 _COMPUTED_IN: weakref.WeakKeyDictionary[Any, dict[Compiler, int]] = weakref.WeakKeyDictionary()
 
 
-class _Changes:
-    """By how much the bytes that are live change at each operation.
-
-    Args:
-      length: number of operations.
-      on_chip: so many bytes, of arrays no larger, are not in the device's memory.
-    """
-
-    def __init__(self, length: int, on_chip: int) -> None:
-        self._on_chip = on_chip
-        self._all = [0] * (length + 2)
-        self._near = [0] * (length + 2)
-
-    def add(self, first: int, end: int, bytes: int, may_be_on_chip: bool = False) -> None:
-        """So much more is live from the first operation on, and not at the end any more."""
-        self._all[first] += bytes
-        self._all[end] -= bytes
-        if may_be_on_chip and abs(bytes) <= self._on_chip:
-            self._near[first] += bytes
-            self._near[end] -= bytes
-
-    def most(self) -> tuple[int, int]:
-        """The most bytes live in the device's memory, and the first operation at which they are."""
-        live = near = peak = when = 0
-        for at, (change, of_near) in enumerate(zip(self._all, self._near, strict=True)):
-            live += change
-            near += of_near
-            in_memory = live - max(min(near, self._on_chip), 0)
-            if in_memory > peak:
-                peak, when = in_memory, at
-        return peak, when
-
-
 class _Lives:
     """From when to when each array of a program is in memory."""
 
@@ -342,16 +309,18 @@ class _Lives:
     def peak(self) -> tuple[int, frozenset[Any]]:
         """The most bytes live at once, and what of that is held from the start."""
         shared = self._merge()
-        changes = _Changes(self._length, self._compiler.on_chip_bytes)
+        changes = [0] * (self._length + 2)
         for var, at in self._made.items():
-            changes.add(at, self._last[var] + 1, self.bytes(var), var not in self._held)
+            changes[at] += self.bytes(var)
+            changes[self._last[var] + 1] -= self.bytes(var)
         work = list(self._work)
         for at, behind, var, first, later in self._pooled:
             # What was pooled is gone in the second step, if nothing else reads it.
             gone = sum(self.bytes(source) for source in behind if self._last[source] == at)
             work.append((at, max(first - self.bytes(var), later - gone)))
         for at, bytes in work:
-            changes.add(at, at + 1, bytes)
+            changes[at] += bytes
+            changes[at + 1] -= bytes
         for at, behind, made, reduced in self._over:
             behind -= reduced
             over = (var for var in behind if var not in self._passed and var not in shared)
@@ -361,8 +330,13 @@ class _Lives:
                     self._round_at_once(var, behind, at, changes)
                 elif self._compiler.writes_in_place and self.bytes(var) in ends:
                     ends.remove(self.bytes(var))
-                    changes.add(at, at + 1, -self.bytes(var), True)
-        peak, when = changes.most()
+                    changes[at] -= self.bytes(var)
+                    changes[at + 1] += self.bytes(var)
+        live = peak = when = 0
+        for at, change in enumerate(changes):
+            live += change
+            if live > peak:
+                peak, when = live, at
         return peak, frozenset(var for var in self._held if self._last[var] >= when)
 
     def _reduced_for(self, eqn: Any, kind: str, behind: frozenset[Any]) -> frozenset[Any]:
@@ -422,16 +396,15 @@ class _Lives:
     def _needs(self, made: Iterable[Any], earlier: Collection[Any]) -> bool:
         return any(self._since.get(var, frozenset()).intersection(earlier) for var in made)
 
-    def _round_at_once(
-        self, var: Any, behind: frozenset[Any], at: int, changes: "_Changes"
-    ) -> None:
+    def _round_at_once(self, var: Any, behind: frozenset[Any], at: int, changes: list[int]) -> None:
         """What is computed from the result of one product is computed, and rounded, there."""
         # In the order in which they are made: that of a set goes by addresses, and plans with it.
         for source in sorted(behind, key=lambda var: self._made.get(var, -1)):
             if self._readers[source] == {at} and nbytes(source.aval) == nbytes(var.aval):
                 whole, half = self.bytes(source), self.bytes(var)
-                changes.add(self._made[source], at, half - whole, True)
-                changes.add(at, at + 1, -whole, True)
+                changes[self._made[source]] += half - whole
+                changes[at] -= half
+                changes[at + 1] += whole
                 return
 
     def _pass(self, at: int, atom: Any, var: Any) -> None:

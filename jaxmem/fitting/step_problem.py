@@ -342,7 +342,7 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     """
     named = target or targets.by_device_kind(jax.devices()[0].device_kind)
     known = named or targets.target("h100-80g")
-    compiler = dataclasses.replace(compiler_of(known.platform), on_chip_bytes=known.on_chip)
+    compiler = compiler_of(known.platform)
     if named is None:
         compiler = dataclasses.replace(compiler, stack_traffic=0)
     speeds = known.matrix_peak, known.bandwidth

@@ -179,7 +179,7 @@ def _row(platform: str, name: str, row: dict[str, Any], at: str, source: str | N
         given = {key: row[key] for key in _GPU if key in row}
     else:
         kind = TpuSpec
-        given = {key: row[key] for key in _TPU if key in row and key not in _UNREAD}
+        given = {key: row[key] for key in _TPU if key in row and key not in _LINKS}
         given["slices"] = tuple(_slices(row["slices"], at))
     return Target(
         name=name,
@@ -191,7 +191,7 @@ def _row(platform: str, name: str, row: dict[str, Any], at: str, source: str | N
         spec=kind(**given),
         source=row.get("source", source or "datasheet"),
         other_names=tuple(row.get("other_names", ())),
-        **{key: row[key] for key in _UNREAD if key in row},
+        **{key: row[key] for key in _LINKS if key in row},
     )
 
 
@@ -259,9 +259,7 @@ _TPU: dict[str, _Field] = {
     "devices_per_chip": _COUNT,
     "chip_config": _TEXT,
     "link_axes": _COUNT,
-    "on_chip": _COUNT,
 }
 _LINKS = ("link_bandwidth", "link_axes", "link_latency", "network_bandwidth")
-_UNREAD = (*_LINKS, "on_chip")  # by compilers
 _FIELDS = {"gpu": {**_ALL, **_GPU}, "tpu": {**_ALL, **_TPU}}
-_OPTIONAL = ("source", "other_names", "devices_per_chip", "chip_config", *_UNREAD)
+_OPTIONAL = ("source", "other_names", "devices_per_chip", "chip_config", *_LINKS)

@@ -91,8 +91,6 @@ class Target:
       link_latency: seconds for one step of a ring over these links; None if not known.
       network_bandwidth: bytes per second that a device sends to other hosts or slices; None
         if not known.
-      on_chip: bytes of temporaries that its compiler places in memory on the chip (VMEM), where
-        predictions are better for it; 0 where they are not, or it is not known.
 
     >>> import jaxmem
     >>> h100 = jaxmem.target("h100-80g")
@@ -117,7 +115,6 @@ class Target:
     link_axes: int = dataclasses.field(default=1, repr=False)
     link_latency: float | None = dataclasses.field(default=None, repr=False)
     network_bandwidth: float | None = dataclasses.field(default=None, repr=False)
-    on_chip: int = dataclasses.field(default=0, repr=False)
 
     @property
     def default_bytes(self) -> int:

@@ -1,6 +1,5 @@
 """How many bytes of a traced program are live at once."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -130,24 +129,6 @@ def test_what_is_held_is_there_until_it_is_read_and_can_be_written_over():
     assert live(lambda x, y: (x @ x) @ y, X, X, held=[1]) == 3
     assert live(lambda x, y: ((x * y) @ x) @ x, X, X, held=[1]) == 2
     assert live(lambda x, y: x * y, X, X, held=[1]) == 1
-
-
-def test_what_fits_on_the_chip_takes_nothing_of_the_devices_memory():
-    def three(x):
-        return ((x @ x[:, :64]) @ x[:64]) @ x
-
-    def peak(on_chip, **how):
-        closed = jax.make_jaxpr(three)(X)
-        held = [closed.jaxpr.invars[0]] if how else []
-        compiler = dataclasses.replace(ANY, on_chip_bytes=on_chip)
-        return peak_live_bytes(closed, compiler=compiler, held=held) / SIZE
-
-    assert peak(0) == 2
-    assert peak(SIZE // 2) == 2  # at the peak are arrays that are larger
-    assert peak(SIZE) == 1
-    assert peak(2 * SIZE) == 0
-    # What is there from the start stays where it is.
-    assert peak(2 * SIZE, held=True) == 1
 
 
 def test_what_others_hold_too_is_there_to_the_end():

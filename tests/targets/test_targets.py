@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxmem
 from jaxmem import targets
 from jaxmem.errors import JaxmemWarning
-from jaxmem.fitting.step_problem import roofline_of
 from jaxmem.targets import Cache, installed
 from jaxmem.targets import cache as cache_module
 
@@ -248,16 +247,6 @@ def test_own_file_with_links(tmp_path):
     text = TPU + "link_bandwidth = 2e11\nlink_axes = 2\nlink_latency = 1e-6\n"
     mine = targets.target(written(tmp_path, text))
     assert (mine.link_bandwidth, mine.link_axes, mine.link_latency) == (2e11, 2, 1e-6)
-
-
-def test_own_file_with_memory_on_the_chip(tmp_path):
-    assert targets.target(written(tmp_path, TPU)).on_chip == 0
-    mine = targets.target(written(tmp_path, TPU + "on_chip = 1000\n"))
-    assert mine.on_chip == 1000
-    assert roofline_of(mine, "flops").compiler.on_chip_bytes == 1000
-    assert repr(mine) == repr(dataclasses.replace(mine, on_chip=0)), "programs stay in the cache"
-    with pytest.raises(ValueError, match="on_chip"):
-        targets.target(written(tmp_path, GPU + "on_chip = 1000\n"))
 
 
 def test_own_file_with_several(tmp_path):
