@@ -8,7 +8,7 @@ its certificate.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -224,12 +224,9 @@ class _Tried:
 
     def seen(self, problem: StepProblem) -> dict[int, int]:
         """Bytes of what was compiled of this front, in the order in which it was."""
-        places = {one: k for k, one in enumerate(problem.front)}
-        return {
-            places[one]: report.required_bytes
-            for one, report in self.reports.items()
-            if one in places
-        }
+        return _by_place(
+            problem, {one: report.required_bytes for one, report in self.reports.items()}
+        )
 
     def best(self, problem: StepProblem) -> int | None:
         """The fastest that fits, or one that fits by the compiler's help with less FLOPs."""
@@ -304,8 +301,7 @@ class _Tried:
         """Have what will likely be asked for next compiled meanwhile, and nothing else."""
         likely = [candidate]
         if searched is not None and self._workers > 1:
-            places = {one: k for k, one in enumerate(problem.front)}
-            told = {places[one]: size for one, size in self._answers.items() if one in places}
+            told = _by_place(problem, self._answers)
             likely = upcoming(searched, problem.prediction, self._budget, told, self._workers)
         wanted = {problem.front[k]: k for k in likely}
         for one in self._begun.keys() - wanted.keys():
@@ -314,6 +310,12 @@ class _Tried:
             if one not in self._begun:
                 with suppress(CompileError):  # told of if it is asked for
                     self._begun[one] = problem.begin(self._ask, k)
+
+
+def _by_place(problem: StepProblem, sizes: Mapping[StepCandidate, int]) -> dict[int, int]:
+    """Bytes of candidates, in their order, by the places of those that are on this front."""
+    places = {one: k for k, one in enumerate(problem.front)}
+    return {places[one]: bytes for one, bytes in sizes.items() if one in places}
 
 
 def _searched(
