@@ -144,11 +144,7 @@ class Compilation:
         with self._lent, self._explained():
             reply = self._worker.finish(self._deadline)
         if "error" in reply:
-            raise CompileError(
-                _why_refused(reply, self._target),
-                _last(reply["log"]),
-                is_defect=refusals.is_defect(reply["error"]),
-            )
+            raise _refusal(reply["error"], reply["log"], self._target)
         return _output(reply, self._target)
 
     def stop(self) -> None:
@@ -247,7 +243,7 @@ def _output(reply: dict[str, Any], target: Target) -> CompilerOutput:
         return found
     size, stats = refusals.too_large(refused), refusals.stats_of(found.assignment, target.platform)
     if refused and size is None and not refusals.unassembled(refused):
-        raise CompileError(_why_refused({"error": refused}, target), _last(found.log))
+        raise _refusal(refused, found.log, target)
     found = dataclasses.replace(
         found, stats=stats, assembled=False, message=refusals.first_line(refused)
     )
@@ -305,14 +301,17 @@ def _unknown_flags(log: str) -> str:
     return ""
 
 
-def _why_refused(reply: Mapping[str, Any], target: Target) -> str:
-    said = refusals.first_line(reply["error"])
+def _refusal(message: str, log: str, target: Target) -> CompileError:
+    """The error for what a compiler says."""
+    said = refusals.first_line(message)
     if "cudnn" in said.casefold():
-        return (
+        return CompileError(
             f"compiling for {target.name} needs cuDNN, which is not installed: "
-            f'pip install "nvidia-cudnn-cu13" ({said})'
+            f'pip install "nvidia-cudnn-cu13" ({said})',
+            _last(log),
         )
-    return f"the compiler for {target.name} refused the program: {said}"
+    text = f"the compiler for {target.name} refused the program: {said}"
+    return CompileError(text, _last(log), is_defect=refusals.is_defect(message))
 
 
 def _last(log: str, lines: int = 12) -> str:
