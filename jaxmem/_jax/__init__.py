@@ -1,4 +1,4 @@
-"""The one room that knows jax's private modules.
+"""The room next to jax: `private` is the one file that touches private modules.
 
 Three things are needed that jax's public API does not give: evaluating a jaxpr equation by
 equation, keeping source lines and name stacks (`evaluation`); the parts of equations whose

@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmem._jax.jaxprs import all_subjaxprs, as_closed, is_literal, name_given_by
 from jaxmem._jax.types import Eqn
@@ -52,7 +51,7 @@ def exactly(eqn: Eqn) -> Any:
 
 
 def _exact(value: Any, held: Any) -> Any:
-    if isinstance(value, core.Jaxpr | ClosedJaxpr):
+    if isinstance(value, Jaxpr | ClosedJaxpr):
         closed = as_closed(value)
         outs = tuple(_bits(atom.val) for atom in closed.jaxpr.outvars if is_literal(atom))
         consts = tuple(map(_Same, closed.consts))
@@ -125,7 +124,7 @@ def _described(closed: ClosedJaxpr) -> Iterator[str]:
 
 def _canonical(value: Any) -> str:
     """A parameter as text that no address and no order of a set gets into."""
-    if isinstance(value, core.Jaxpr | ClosedJaxpr):
+    if isinstance(value, Jaxpr | ClosedJaxpr):
         return "; ".join(_described(as_closed(value)))
     if isinstance(value, dict):
         return str(sorted((str(key), _canonical(item)) for key, item in value.items()))

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core
-from jax.extend.core import ClosedJaxpr
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Var
 from jax.extend.core.primitives import jit_p
 
 from jaxmem._jax.jaxprs import constrains, is_literal, is_var
@@ -25,14 +25,14 @@ def renamed(eqn: Eqn, ins: Sequence[Any], outs: Sequence[Any]) -> Eqn:
 
 def another(var: Any) -> Any:
     """A new variable of the type of this one."""
-    return core.Var(var.aval)
+    return Var(var.aval)
 
 
 def with_shape(var: Any, shape: Sequence[int]) -> Any:
     """A new variable of the type of this one, but for its shape."""
-    kind = core.DropVar if isinstance(var, core.DropVar) else core.Var
+    kind = DropVar if isinstance(var, DropVar) else Var
     aval: Any = var.aval
-    return kind(core.ShapedArray(tuple(shape), aval.dtype, aval.weak_type))
+    return kind(ShapedArray(tuple(shape), aval.dtype, aval.weak_type))
 
 
 def reordered(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
@@ -62,7 +62,7 @@ def followed_by(
         return [a if is_literal(a) else place.get(a, a) for a in several]
 
     def without_given(eqn: Eqn) -> Eqn:
-        outs = [core.DropVar(v.aval) if v in known else v for v in eqn.outvars]
+        outs = [DropVar(v.aval) if v in known else v for v in eqn.outvars]
         return eqn.replace(outvars=outs) if known.intersection(eqn.outvars) else eqn
 
     jaxpr = second.jaxpr
@@ -71,7 +71,7 @@ def followed_by(
         *(eqn.replace(invars=outer(eqn.invars)) for eqn in jaxpr.eqns),
     ]
     return ClosedJaxpr(
-        core.Jaxpr(
+        Jaxpr(
             constvars=[*first.jaxpr.constvars, *jaxpr.constvars],
             invars=[*given, *jaxpr.invars[len(atoms) :]],
             outvars=outer(jaxpr.outvars),
@@ -88,9 +88,7 @@ def piece_of(
     """Some equations of a jaxpr, with what they read and make, for looking at."""
     made = (var for eqn in eqns for var in eqn.outvars if var in outvars)
     debug_info = jaxpr.debug_info.with_unknown_names()
-    return ClosedJaxpr(
-        core.Jaxpr((), list(invars), list(made), list(eqns), debug_info=debug_info), ()
-    )
+    return ClosedJaxpr(Jaxpr((), list(invars), list(made), list(eqns), debug_info=debug_info), ())
 
 
 def flattened(eqns: Sequence[Eqn]) -> tuple[list[Eqn], dict[Any, Any]]:

@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
 
 from jaxmem._jax.jaxprs import constrains, in_checkpoint, is_literal
+from jaxmem._jax.private import current_name_stack, user_context
 from jaxmem._jax.tracing import trace
 from jaxmem._jax.types import Eqn
 
@@ -125,9 +125,9 @@ def evaluate_each(eqns: Sequence[Eqn], given: Mapping[Any, Any]) -> dict[Any, An
 @contextlib.contextmanager
 def _where_it_stood(eqn: Eqn) -> Iterator[None]:
     """In the user's line, scopes and mode that an equation was traced in."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    stack = current_name_stack() + eqn.source_info.name_stack
     with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        user_context(eqn.source_info.traceback, name_stack=stack),
         eqn.ctx.manager,
     ):
         yield

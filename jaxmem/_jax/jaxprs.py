@@ -5,12 +5,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
-from jax._src import core, effects
-from jax._src.state.types import RefEffect
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal
 from jax.extend.core.primitives import jit_p, remat_p, scan_p
 
 from jaxmem._jax.primitives import is_stack
+from jaxmem._jax.private import RefEffect, ordered_effects, remat_allowed_effects
 from jaxmem._jax.types import Eqn
 
 # The name scope of checkpoints that a policy put around layers.
@@ -74,7 +73,7 @@ def all_subjaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
         as_closed(item)
         for value in eqn.params.values()
         for item in (value if isinstance(value, tuple | list) else (value,))
-        if isinstance(item, core.Jaxpr | ClosedJaxpr)
+        if isinstance(item, Jaxpr | ClosedJaxpr)
     ]
     if not subs and (inner := in_checkpoint(eqn)) is not None:
         subs.append(inner)
@@ -135,17 +134,17 @@ def constrains(eqn: Eqn) -> bool:
 
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a constant written into the jaxpr, not a variable."""
-    return isinstance(atom, core.Literal)
+    return isinstance(atom, Literal)
 
 
 def is_var(atom: Any) -> bool:
     """Whether an operand is a variable, not a constant written into the jaxpr."""
-    return not isinstance(atom, core.Literal)
+    return not isinstance(atom, Literal)
 
 
 def is_dropped(var: Any) -> bool:
     """Whether nobody reads this result of an equation."""
-    return isinstance(var, core.DropVar)
+    return isinstance(var, DropVar)
 
 
 def needed(
@@ -171,8 +170,8 @@ def can_be_recomputed(closed: ClosedJaxpr) -> bool:
     """
     return not any(
         isinstance(effect, RefEffect)
-        or effects.ordered_effects.contains(effect)
-        or not effects.remat_allowed_effects.contains(effect)
+        or ordered_effects.contains(effect)
+        or not remat_allowed_effects.contains(effect)
         for effect in closed.effects
     )
 

@@ -4,14 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import core
-from jax._src.interpreters import batching
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.key_reuse import _core as key_reuse
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jaxmem._jax.primitives import Differentiable, keys_p, stack_p, tangent_p
+from jaxmem._jax.private import (
+    KeyForward,
+    KeyReuseSignature,
+    KeySink,
+    KeySource,
+    dynamic_key_reuse_signature,
+    jaxpr_key_reuse_signature,
+    key_reuse_signatures,
+)
 from jaxmem._jax.tracing import keys_are_checked, trace
 from jaxmem._jax.types import Aval, is_key
 
@@ -39,10 +45,10 @@ def used_by(run: Differentiable | ClosedJaxpr, args: Sequence[Any]) -> list[Any]
     if not keys_are_checked() or not any(map(is_key, args)):
         return list(args)
     places = [place for place, arg in enumerate(args) if is_key(arg)]
-    found = _signature(run, list(map(core.typeof, args)))
-    signature = key_reuse.KeyReuseSignature(
-        *(key_reuse.Sink(places.index(s.idx), s.mask) for s in found.sinks if s.idx < len(args)),
-        *map(key_reuse.Source, range(len(places))),
+    found = _signature(run, list(map(jax.typeof, args)))
+    signature = KeyReuseSignature(
+        *(KeySink(places.index(s.idx), s.mask) for s in found.sinks if s.idx < len(args)),
+        *map(KeySource, range(len(places))),
     )
     keys = iter(keys_p.bind(*(args[p] for p in places), passed=0, signature=signature))
     return [next(keys) if is_key(arg) else arg for arg in args]
@@ -56,11 +62,11 @@ def made_by(
         return list(outs)
     ins = [place for place, arg in enumerate(args) if is_key(arg)]
     places = [place for place, out in enumerate(outs) if is_key(out)]
-    found = _signature(run, list(map(core.typeof, args)))
-    signature = key_reuse.KeyReuseSignature(
-        *(key_reuse.Source(places.index(s.idx), s.mask) for s in found.sources if s.idx in places),
+    found = _signature(run, list(map(jax.typeof, args)))
+    signature = KeyReuseSignature(
+        *(KeySource(places.index(s.idx), s.mask) for s in found.sources if s.idx in places),
         *(
-            key_reuse.Forward(ins.index(f.in_idx), places.index(f.out_idx))
+            KeyForward(ins.index(f.in_idx), places.index(f.out_idx))
             for f in found.forwards
             if f.in_idx < len(args)
         ),
@@ -73,11 +79,11 @@ def made_by(
 def _signature(run: Differentiable | ClosedJaxpr, avals: Sequence[Aval]) -> Any:
     """What a jaxpr, or the plain scan of a stack, does with random keys."""
     if isinstance(run, ClosedJaxpr):
-        return key_reuse.jaxpr_type_signature(run.jaxpr)
+        return jaxpr_key_reuse_signature(run.jaxpr)
     if run.is_part:
-        return key_reuse.KeyReuseSignature(*map(key_reuse.Source, range(len(run.out_avals()))))
+        return KeyReuseSignature(*map(KeySource, range(len(run.out_avals()))))
     plain = trace(lambda *args: run.run(args), avals)
-    return key_reuse.jaxpr_type_signature(plain.jaxpr)
+    return jaxpr_key_reuse_signature(plain.jaxpr)
 
 
 def _keys_run(*keys: Any, passed: int, signature: Any) -> list[Any]:
@@ -101,7 +107,7 @@ def _keys_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     outs = keys_p.bind(*primals, **params)
-    return outs, [ad.Zero(core.typeof(out).to_tangent_aval()) for out in outs]
+    return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
 
 
 ad.primitive_jvps[keys_p] = _keys_jvp
@@ -112,19 +118,17 @@ def _keys_batch(
 ) -> tuple[list[Any], Sequence[Any]]:
     # Which of several keys are used is said for those that are not mapped; all of them, then.
     whole = [type(part)(part.idx) for part in (*signature.sinks, *signature.sources)]
-    signature = key_reuse.KeyReuseSignature(*whole, *signature.forwards)
+    signature = KeyReuseSignature(*whole, *signature.forwards)
     return keys_p.bind(*keys, passed=passed, signature=signature), dims[passed:]
 
 
 batching.primitive_batchers[keys_p] = _keys_batch
 
-_signatures = key_reuse.key_reuse_signatures
+key_reuse_signatures[keys_p] = dynamic_key_reuse_signature(lambda eqn: eqn.params["signature"])
 
-_signatures[keys_p] = key_reuse.dynamic_key_reuse_signature(lambda eqn: eqn.params["signature"])
-
-_signatures[stack_p] = key_reuse.dynamic_key_reuse_signature(
+key_reuse_signatures[stack_p] = dynamic_key_reuse_signature(
     lambda eqn: _signature(eqn.params["stack"], [atom.aval for atom in eqn.invars])
 )
 
 # What the backward pass runs again has been looked at, as jax says of `jax.checkpoint`.
-_signatures[tangent_p] = key_reuse.KeyReuseSignature()
+key_reuse_signatures[tangent_p] = KeyReuseSignature()

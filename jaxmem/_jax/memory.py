@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax._src import ad_util, core
 from jax.extend.core.primitives import device_put_p
 from jax.interpreters import ad
+
+from jaxmem._jax.private import empty_like_aval
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -26,7 +27,7 @@ def type_on_device(leaf: Any) -> Any:
 
 def unfilled_like(leaf: Any) -> Any:
     """Room for an array of the same type in the same memory, to be written before it is read."""
-    return ad_util.empty_like_aval(jax.typeof(leaf))
+    return empty_like_aval(jax.typeof(leaf))
 
 
 def on_device(leaf: Any) -> Any:
@@ -73,7 +74,7 @@ def _move_cotangents_to_device() -> None:
         for place, (ct, arg) in enumerate(zip(found, args, strict=True)):
             if ct is None or type(ct) is ad.Zero or not ad.is_undefined_primal(arg):
                 continue
-            is_on_host = getattr(core.typeof(ct), "memory_space", None) == jax.memory.Space.Host
+            is_on_host = getattr(jax.typeof(ct), "memory_space", None) == jax.memory.Space.Host
             if is_on_host and arg.aval.memory_space == jax.memory.Space.Device:
                 found[place] = jax.device_put(ct, jax.memory.Space.Device)
         return found

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import core
 from jax.extend.core import Primitive
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
@@ -104,7 +103,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
         rest = jax.jvp(run, [others[k] for k in active], [given[k] for k in active])[1]
         found = rest if found is None else found + rest
     if found is None:
-        return out, ad.Zero(core.typeof(out).to_tangent_aval())
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, found
 
 
@@ -125,7 +124,7 @@ def _transpose(
     def transposed(ct: Any, *others: Any) -> Any:
         return jax.linear_transpose(lambda narrow: fn(narrow, *others), narrow)(ct)[0]
 
-    closed = trace(transposed, [core.typeof(ct), *map(core.typeof, others)])
+    closed = trace(transposed, [jax.typeof(ct), *map(jax.typeof, others)])
 
     def special(eqn: Any, operands: list[Any]) -> list[Any] | None:
         if "preferred_element_type" in eqn.params and eqn.outvars[0].aval.dtype == narrow.dtype:

@@ -10,15 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import jax
-from jax._src import config, core, debugging
-from jax._src.interpreters import batching
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Primitive, jaxpr_as_fun, new_jaxpr_eqn
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from jaxmem._jax.jaxprs import as_closed, is_literal
+from jaxmem._jax.private import debug_effect, join_effects, use_shardy_partitioner
 from jaxmem._jax.types import Eqn
 
 # A dimension's mesh axes, slowest first, for each dimension of a value.
@@ -31,7 +30,7 @@ read_p.multiple_results = True
 @read_p.def_effectful_abstract_eval
 def _(*avals: Any, number: int) -> tuple[list[Any], Any]:
     # An effect that loops, checkpoints and derivatives allow, so that it is not removed.
-    return [], {debugging.debug_effect}
+    return [], {debug_effect}
 
 
 def _lowered(ctx: Any, *operands: Any, number: int) -> list[Any]:
@@ -72,7 +71,7 @@ def splits(
     marked = reader.marked(closed)
 
     def run(*args: Any) -> list[Any]:
-        return core.jaxpr_as_fun(marked)(*args)
+        return jaxpr_as_fun(marked)(*args)
 
     avals = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
@@ -83,7 +82,7 @@ def splits(
     jitted = jax.jit(run) if out_shardings is None else jax.jit(run, out_shardings=out_shardings)
     platform = platform or jax.default_backend()
     names = ("cuda",) if platform == "gpu" else (platform,)
-    with config.use_shardy_partitioner(True):  # also where the compiler is to use another one
+    with use_shardy_partitioner(True):  # also where the compiler is to use another one
         lowered = jitted.trace(*avals).lower(lowering_platforms=names)
         module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
@@ -205,7 +204,7 @@ class _Reader:
                     continue
                 inner = self._inside(eqn)
                 eqns += [inner, *self._reads(inner.outvars)]
-            effects = core.join_effects(*(eqn.effects for eqn in eqns))
+            effects = join_effects(*(eqn.effects for eqn in eqns))
             new = jaxpr.replace(eqns=eqns, effects=effects)
             self._known[id(jaxpr)] = jaxpr, new  # the first holds its id
         return self._known[id(jaxpr)][1]
@@ -226,7 +225,7 @@ class _Reader:
             var
             for var in variables
             if not is_literal(var)
-            and not isinstance(var, core.DropVar)
+            and not isinstance(var, DropVar)
             and hasattr(var.aval, "shape")
             and not jax.numpy.issubdtype(var.aval.dtype, jax.dtypes.extended)
         ]
@@ -234,10 +233,10 @@ class _Reader:
             return []
         self.read.append(own)
         number = len(self.read) - 1
-        return [core.new_jaxpr_eqn(own, [], read_p, {"number": number}, {debugging.debug_effect})]
+        return [new_jaxpr_eqn(own, [], read_p, {"number": number}, {debug_effect})]
 
 
-_JAXPRS = (core.Jaxpr, ClosedJaxpr)
+_JAXPRS = (Jaxpr, ClosedJaxpr)
 # fmt: off
 _LOOKED_INTO = frozenset({
     "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "jit",

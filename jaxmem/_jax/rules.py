@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import checkify, core
-from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jaxmem._jax.keys import same_keys
 from jaxmem._jax.memory import is_on_host, refuse_mapped
 from jaxmem._jax.primitives import Differentiable, Linear, bind_stack, stack_p, tangent_p
+from jaxmem._jax.private import BatchTracer, batch_jaxpr, checkify_jaxpr, error_checks
 from jaxmem._jax.tracing import keys_unchecked, trace
 from jaxmem._jax.types import Aval
 
@@ -39,7 +38,7 @@ def _stack_jvp(
     given = [None if type(t) is ad.Zero else t for t in tangents]
     outs, out_tangents = stack.jvp(primals, given)
     return outs, [
-        ad.Zero(core.typeof(out).to_tangent_aval()) if t is None else t
+        ad.Zero(jax.typeof(out).to_tangent_aval()) if t is None else t
         for out, t in zip(outs, out_tangents, strict=True)
     ]
 
@@ -70,7 +69,7 @@ def _stack_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, stack: Differentiable
 ) -> tuple[list[Any], list[Any]]:
     def batch(body: ClosedJaxpr, flags: Sequence[bool], instantiate: Sequence[bool]) -> Any:
-        return batching.batch_jaxpr(body, axis_data, list(flags), list(instantiate))
+        return batch_jaxpr(body, axis_data, list(flags), list(instantiate))
 
     is_batched = [dim is not None for dim in dims]
     refuse_mapped(is_on_host(arg) and flag for arg, flag in zip(args, is_batched, strict=True))
@@ -91,15 +90,15 @@ batching.fancy_primitive_batchers[stack_p] = _stack_batch
 
 def _stack_checkify(*given: Any, stack: Differentiable) -> tuple[Any, list[Any]]:
     # From jax 0.11 on a context goes before the error.
-    has_context = "ctx" in inspect.signature(checkify.checkify_jaxpr).parameters
+    has_context = "ctx" in inspect.signature(checkify_jaxpr).parameters
     context, (error, enabled, *args) = given[:has_context], given[has_context:]
-    closed = trace(lambda *args: stack.run(args), list(map(core.typeof, args)))
-    error, outs = checkify.checkify_jaxpr(*context, closed, enabled, error, *args)
+    closed = trace(lambda *args: stack.run(args), list(map(jax.typeof, args)))
+    error, outs = checkify_jaxpr(*context, closed, enabled, error, *args)
     return error, stack.unplanned(outs)
 
 
 # Where jax keeps its rules elsewhere, the stack is evaluated without checks.
-getattr(checkify, "error_checks", {})[stack_p] = _stack_checkify
+error_checks[stack_p] = _stack_checkify
 
 
 def _tangent_run(*args: Any, linear: Linear) -> list[Any]:
@@ -122,7 +121,7 @@ def _(*avals: Aval, linear: Linear) -> Sequence[Aval]:
 def _tangent_transpose(cts: Sequence[Any], *args: Any, linear: Linear) -> list[Any]:
     split = linear.num_residuals
     given = [None if type(ct) is ad.Zero else ct for ct in cts]
-    is_mapped = any(isinstance(ct, batching.BatchTracer) for ct in given)
+    is_mapped = any(isinstance(ct, BatchTracer) for ct in given)
     refuse_mapped(is_mapped and is_on_host(arg) for arg in args[:split])
     residuals = same_keys(args[:split])
     with keys_unchecked():

@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax
 import jax
-from jax._src import config, core, util
 from jax.extend.core import ClosedJaxpr
 
+from jaxmem._jax import private
 from jaxmem._jax.types import Aval
 
 
@@ -17,10 +16,10 @@ def is_staged() -> bool:
 
     False where derivatives are taken or arrays mapped of what runs, operation by operation.
     """
-    here: Any = core.trace_ctx.trace
+    here: Any = private.trace_ctx.trace
     while type(here).__name__ in ("JVPTrace", "LinearizeTrace", "BatchTrace"):
         here = here.parent_trace
-    return not isinstance(here, core.EvalTrace)
+    return not isinstance(here, private.EvalTrace)
 
 
 def trace_context() -> Any:
@@ -28,15 +27,14 @@ def trace_context() -> Any:
 
     None where this jax does not tell.
     """
-    told = getattr(config, "trace_context", None)
+    told = private.trace_context
     return None if told is None else told()
 
 
 def cleared_with_jax(cache: Any) -> None:
     """Has `cache.cache_clear()` called by `jax.clear_caches()`; `cache` is referred to weakly."""
-    register = getattr(util, "register_cache", None)
-    if register is not None:
-        register(cache, "jaxmem")
+    if private.register_cache is not None:
+        private.register_cache(cache, "jaxmem")
 
 
 def trace(fn: Callable[..., Any], avals: Sequence[Aval]) -> ClosedJaxpr:
@@ -60,4 +58,4 @@ def keys_unchecked() -> contextlib.AbstractContextManager[None]:
 
 def flax_config() -> Any:
     """Flax's switches, which decide traces of its modules."""
-    return flax.config._values
+    return private.flax_switches

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import ad_util, core
-from jax._src.lax import lax as lax_internal
+from jax.core import AbstractValue, Tracer
+from jax.extend.core import unmapped_aval
+
+from jaxmem._jax.private import convert_element_type, zeros_like_aval
 
 Eqn = Any
 
@@ -15,24 +17,24 @@ Aval = Any
 
 def is_tracer(value: Any) -> bool:
     """Whether a value is of a function that is being traced, differentiated or mapped."""
-    return isinstance(value, core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def as_array(value: Any, aval: Aval) -> Any:
     """A result as `jax.Array`; in a jaxpr scalars that are constant are none."""
     if isinstance(value, jax.Array):
         return value
-    return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)  # pyright: ignore[reportAttributeAccessIssue]
+    return convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
 
 
 def zeros_like(x: Any) -> Any:
     """Zeros of the cotangent type of an array, with its sharding and varying axes."""
-    return _zeros(core.typeof(x).to_ct_aval())
+    return _zeros(jax.typeof(x).to_ct_aval())
 
 
 def stacked(aval: Aval, length: int) -> Aval:
     """The type of so many values of a type, stacked along a new leading axis."""
-    return core.unmapped_aval(length, 0, aval)
+    return unmapped_aval(length, 0, aval)
 
 
 def unfilled(aval: Aval, length: int) -> Any:
@@ -44,7 +46,7 @@ def unfilled(aval: Aval, length: int) -> Any:
 
 def with_dtype(value: Any, dtype: Any) -> Aval:
     """The type of an array, but for its dtype: its sharding and varying axes are the same."""
-    return core.typeof(value).update(dtype=jax.numpy.dtype(dtype), weak_type=False)
+    return jax.typeof(value).update(dtype=jax.numpy.dtype(dtype), weak_type=False)
 
 
 def varying(value: Any) -> frozenset[str]:
@@ -52,7 +54,7 @@ def varying(value: Any) -> frozenset[str]:
 
     That is inside `shard_map`; nowhere else are there any.
     """
-    aval = value if isinstance(value, core.AbstractValue) else jax.typeof(value)
+    aval = value if isinstance(value, AbstractValue) else jax.typeof(value)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()))
 
@@ -101,9 +103,9 @@ def _zeros(aval: Aval) -> Any:
     jax 0.11 types those on no mesh that are to be whole on every device of one, and then refuses to
     write an array that is on the mesh into them.
     """
-    made = ad_util.zeros_like_aval(aval)
+    made = zeros_like_aval(aval)
     wanted = getattr(aval, "sharding", None)
     mesh = getattr(wanted, "mesh", None)
-    if mesh is None or mesh.empty or core.typeof(made).sharding.mesh == mesh:
+    if mesh is None or mesh.empty or jax.typeof(made).sharding.mesh == mesh:
         return made  # on no mesh: of a constant, whose zeros do as they are
     return jax.sharding.reshard(made, wanted)
