@@ -101,6 +101,7 @@ from jaxmem._jax.types import shards as shards
 from jaxmem._jax.types import split as split
 from jaxmem._jax.types import split_so as split_so
 from jaxmem._jax.types import stacked as stacked
+from jaxmem._jax.types import types_tell as types_tell
 from jaxmem._jax.types import unfilled as unfilled
 from jaxmem._jax.types import varying as varying
 from jaxmem._jax.types import with_dtype as with_dtype

@@ -62,9 +62,14 @@ def varying(value: Any) -> frozenset[str]:
 def split(value: Any) -> tuple[Any, ...]:
     """Over which mesh axes each dimension of an array is split, as its type tells; None for none.
 
-    Types tell of axes of type Explicit.
+    Types tell of axes of type Explicit (`types_tell`).
     """
     return tuple(jax.typeof(value).sharding.spec)
+
+
+def types_tell(mesh: Any) -> bool:
+    """Whether types of arrays on a mesh tell how these are split: any of its axes is Explicit."""
+    return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 def split_so(value: Any, axes: Sequence[Any]) -> Any:

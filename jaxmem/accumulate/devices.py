@@ -26,9 +26,7 @@ def as_varying(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
 def zeros(like: Any, dtype: Any = None) -> jax.Array:
     """Zeros with the shape and the place of an array, of which the shape and place may be all."""
     sharding = getattr(like, "sharding", None)
-    explicit = isinstance(sharding, NamedSharding) and any(
-        kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
-    )
+    explicit = isinstance(sharding, NamedSharding) and _jax.types_tell(sharding.mesh)
     found = jnp.zeros(
         like.shape,
         dtype or like.dtype,

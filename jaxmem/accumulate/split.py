@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmem import _jax
+
 # ---------------------------------------------------------------- types
 
 
@@ -118,9 +120,7 @@ def microbatch(dealt: jax.Array, index: Any) -> jax.Array:
 def _spec(x: jax.Array) -> PartitionSpec | None:
     """How an array lies over a mesh whose axes are explicit in its type; None for any other."""
     sharding = getattr(jax.typeof(x), "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not any(
-        kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
-    ):
+    if not isinstance(sharding, NamedSharding) or not _jax.types_tell(sharding.mesh):
         return None
     spec = sharding.spec
     return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))

@@ -162,14 +162,14 @@ def _place(aval: Any, axes: tuple[str, ...], mesh: Any) -> Any:
     if not dims or not jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact):
         return None
     entries: list[Any] = [taken[dim] if dim < len(taken) else None for dim in range(rank)]
-    if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
+    if not _jax.types_tell(mesh):
         entries = [PartitionSpec.UNCONSTRAINED] * rank
     entries[dims[0]] = axes[0] if len(axes) == 1 else axes
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def _is_explicit(place: Any) -> bool:
-    return place is not None and AxisType.Explicit in place.mesh.axis_types
+    return place is not None and _jax.types_tell(place.mesh)
 
 
 def _constrained(value: Any, place: Any) -> Any:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmem import _jax
 from jaxmem._util.text import columns, size
 from jaxmem.accumulate import devices
 from jaxmem.accumulate.gradient import value_and_grad
@@ -101,7 +102,7 @@ class OneBitStep:
         self._check_rows(args, batch)
         specs = (PartitionSpec(), one_bit_specs(state, self.axis))
         placed = (params, state, *args)
-        if any(kind == AxisType.Explicit for kind in self.mesh.axis_types):
+        if _jax.types_tell(self.mesh):
             placed = tuple(map(self._resharded, placed, (*specs, *own)))
         return jax.shard_map(
             self._local,
