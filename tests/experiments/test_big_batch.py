@@ -122,6 +122,7 @@ def test_the_message_and_the_table_are_of_the_rows(tmp_path: Path):
 # ---------------------------------------------------------------- the script
 
 
+@pytest.mark.slow
 def test_the_smallest_form_goes_on_where_it_was_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -13,6 +13,7 @@ import pytest
 from tuning import models
 
 
+@pytest.mark.slow
 def test_memory_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     options = fine_tuning_memory.Options(results=tmp_path, small=True)
     rows = fine_tuning_memory.main(options)
@@ -32,7 +33,12 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("name", "tuned"), [("classes", "query, value"), ("words", "adapters"), ("classes", "all")]
+    ("name", "tuned"),
+    [
+        ("classes", "query, value"),
+        pytest.param("words", "adapters", marks=pytest.mark.slow),
+        pytest.param("classes", "all", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_trains_what_is_to_be_trained_and_its_loss_is_that_of_the_plain_one(
     name: str, tuned: models.Tuned
@@ -65,6 +71,7 @@ def test_a_step_trains_what_is_to_be_trained_and_its_loss_is_that_of_the_plain_o
     chex.assert_trees_all_close(*losses, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_loss_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     options = fine_tuning_loss.Options(results=tmp_path, small=True)
     rows = fine_tuning_loss.main(options)

@@ -108,6 +108,7 @@ def test_what_was_refused_is_said_and_counted_from_the_model():
 # ---------------------------------------------------------------- the script
 
 
+@pytest.mark.slow
 def test_the_smallest_form_goes_on_where_it_was_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

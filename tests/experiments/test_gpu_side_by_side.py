@@ -115,6 +115,7 @@ def test_what_errors_mean(error: str, status: str):
     assert status in children.judged(error)
 
 
+@pytest.mark.slow
 def test_the_small_form_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = Options(
         nets=("transformer",),

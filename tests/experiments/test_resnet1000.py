@@ -15,6 +15,7 @@ from resnet1000 import FIT, HAND, KEPT, POLICY, Options, Row, answer, best, draw
 import jaxmem
 
 
+@pytest.mark.slow
 def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ from common.ways import (
 TINY: dict[str, Any] = {"layers": 3, "width": 16, "vocabulary": 32, "sequence": 8}
 
 
+@pytest.mark.slow
 def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def test_host_arrays_are_declared() -> None:
 # ---------------------------------------------------------------- full_finetune.py
 
 
+@pytest.mark.slow
 def test_the_smallest_form_of_llama(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = full_finetune.main(full_finetune.Options(small=True, results=tmp_path))
     assert [(row.optimizer, row.way) for row in rows] == [

@@ -10,6 +10,7 @@ import state_speed
 from state_convergence import ADAMW, LOMO, NUDGED, SGD, Options, Row, answer, main, summary
 
 
+@pytest.mark.slow
 def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

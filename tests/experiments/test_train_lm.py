@@ -104,6 +104,7 @@ def stop(workdir: Path, rows: int, number: int, **options: Any) -> int:
         return process.returncode
 
 
+@pytest.mark.slow
 def test_compares_all_policies_and_writes_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +159,9 @@ KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
     ("framework", "more", "signals"),
     [
         pytest.param("linen", {}, [INTERRUPT], id="linen"),
-        pytest.param("linen", BITS, [KILL], id="8 bits, in the backward pass"),
+        pytest.param(
+            "linen", BITS, [KILL], id="8 bits, in the backward pass", marks=pytest.mark.slow
+        ),
         pytest.param("nnx", ACROSS, [KILL], id="nnx, across", marks=pytest.mark.slow),
         pytest.param("linen", {}, [KILL, INTERRUPT], id="both", marks=pytest.mark.slow),
     ],

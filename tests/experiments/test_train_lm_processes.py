@@ -107,6 +107,7 @@ def unbroken(folder: Path) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
     unbroken: Path, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(
     assert (losses(resumed)[30:] != losses(unbroken)[30:]).any()  # it was computed anew
 
 
+@pytest.mark.slow
 def test_stages_train_as_one_device(tmp_path: Path) -> None:
     """Beside data and tensor axes, with padding: microbatches of unlike weights."""
     options: dict[str, Any] = SMALL | {
