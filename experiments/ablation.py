@@ -5,8 +5,9 @@
 
 `jaxmem.estimate.compiler.Compiler` holds what a compiler does to live bytes.  Each of these rules
 spares compilations, or finds better plans, or goes.  `fit` is asked with all rules and without
-each, for models and budgets of `results/fit_models.csv`, and for models of the package
-`transformers`, with fewer layers than they have, in shares of their plain temporaries.  "Changed"
+each, for models and budgets of `results/fit_models.csv`, and in shares of their plain temporaries
+for models of the package `transformers`, with fewer layers than they have, for one of these with
+checkpoints of its own, and for an autoencoder of convolutions.  "Changed"
 counts the models of which any plan or prediction is another without the rule, the others are not
 asked again; "worse" and "better" count the budgets where the plan recomputes more or less by over
 0.2 % of the model's matmul FLOPs, "lost" is the mean of that, "compiles" how many more compilations
@@ -27,6 +28,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import tyro
 from budgeted_models import MODELS
 from fit_models import Row as Known
@@ -37,12 +41,15 @@ import jaxmem
 from common.compiling import compiling, request
 from common.table import Record, Table, markdown, read, versions
 from foreign.nets import NETS
+from foreign.training import Decorator
 from foreign.training import job as train_step
 from jaxmem.estimate import compiler
 from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
 
 RESULTS = Path(__file__).parent / "results"
 ALL = "all rules"
+CHECKPOINTED = "BERT, own checkpoints"
+AUTOENCODER = "autoencoder"
 COST: Cost = "flops"  # what is compared
 
 # ---------------------------------------------------------------- types
@@ -58,11 +65,11 @@ class Options:
     """Which of budgeted_models.py."""
     places: tuple[int, ...] = (1, 3, 5)
     """Which of the eight budgets."""
-    nets: tuple[str, ...] = ("GPT-2", "BERT", "T5", "ViT", "ResNet-50")
-    """Which models of transformers."""
+    nets: tuple[str, ...] = ("GPT-2", "BERT", "T5", "ViT", "ResNet-50", CHECKPOINTED, AUTOENCODER)
+    """Which other models: those of transformers by their names."""
     layers: int = 3
     """How many layers these have, in encoder and decoder each."""
-    percent: tuple[int, ...] = (50, 25)
+    percent: tuple[int, ...] = (75, 50)
     """Of their plain temporaries: the budgets."""
     rules: tuple[str, ...] | None = None
     """Which rules; by default all that the target's compiler has."""
@@ -79,8 +86,8 @@ class Row(Record):
     """The plan for one budget without a rule; sizes in bytes.
 
     Attributes:
-      place: which of the budgets of fit_models.csv; of a model of transformers, per cent of its
-        plain temporaries.
+      place: which of the budgets of fit_models.csv; of other models, per cent of their plain
+        temporaries.
       predicted: the temporaries of the plan, before anything was compiled.
       compiles: how often the compiler was asked.
       required, matmul_flops: of the compiled program; None where no plan was found to fit.
@@ -212,9 +219,8 @@ def _asked(options: Options) -> Iterator[tuple[str, Asked]]:
 
 
 def _shares(target: str, net: str, options: Options) -> list[Asked]:
-    """The budgets of a model of transformers."""
-    step = train_step(NETS[net](layers=options.layers))
-    plain = step.report(suggest=False, **compiling(target, options.timeout, False))
+    """The budgets of a model that is not one of fit_models.csv."""
+    plain = _other(net, options).report(suggest=False, **compiling(target, options.timeout, False))
     fixed = plain.required_bytes - plain.temp_bytes
     return [
         Asked(target, net, percent, fixed + plain.temp_bytes * percent // 100)
@@ -225,7 +231,42 @@ def _shares(target: str, net: str, options: Options) -> list[Asked]:
 def _step(model: str, options: Options) -> jaxmem.Job:
     if model in MODELS:
         return MODELS[model]()
-    return train_step(NETS[model](layers=options.layers), jaxmem.remat_auto)
+    return _other(model, options, jaxmem.remat_auto)
+
+
+def _other(net: str, options: Options, decorate: Decorator | None = None) -> jaxmem.Job:
+    if net == AUTOENCODER:
+        return _autoencoder(decorate)
+    if net == CHECKPOINTED:
+        return train_step(NETS["BERT"](layers=options.layers).checkpointed(), decorate)
+    return train_step(NETS[net](layers=options.layers), decorate)
+
+
+class _Autoencoder(nn.Module):
+    """Down by poolings and up by transposed convolutions, with ReLUs between."""
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        h = images
+        for width in (32, 64, 128):
+            h = nn.max_pool(nn.relu(nn.Conv(width, (3, 3))(h)), (2, 2), (2, 2))
+        for width in (64, 32):
+            h = nn.relu(nn.ConvTranspose(width, (3, 3), (2, 2))(h))
+        return nn.ConvTranspose(images.shape[-1], (3, 3), (2, 2))(h)
+
+
+def _autoencoder(decorate: Decorator | None, batch: int = 256, size: int = 64) -> jaxmem.Job:
+    net, images = _Autoencoder(), jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32)
+    apply: Any = decorate(net.apply) if decorate else net.apply
+
+    def step(params: Any, images: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.square(apply(params, images) - images).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = jax.eval_shape(net.init, jax.random.key(0), images)
+    return jaxmem.Job(step, (params, images), donate_argnums=0)
 
 
 @contextlib.contextmanager

@@ -181,6 +181,16 @@ def lifted_method(method: Callable[..., Any], rewrite: Rewrite) -> Callable[...,
     return rewritten_method
 
 
+def binds(fn: Any) -> bool:
+    """Whether a function binds its module to variables by itself: `apply`, `init` and the like.
+
+    They are linen's own, of every module, and plain functions of what they are given.
+    """
+    inner = getattr(fn, "__func__", fn)
+    name = getattr(inner, "__name__", "")
+    return inner is getattr(nn.Module, name, None)
+
+
 def call_method(
     fn: Callable[..., Any],
     choice: Choice,

@@ -152,7 +152,7 @@ def _decorated(
             f"got {what}; types apply to code, not to arrays.  Options go by name, as in "
             "mixed_precision(compute_dtype='float16')"
         )
-    if inspect.ismethod(target) and is_module(target.__self__):
+    if inspect.ismethod(target) and is_module(target.__self__) and not linen.binds(target):
         inner = _function(target.__func__, precision, keep)
         return functools.partial(inner, target.__self__)
     return _function(target, precision, keep)
@@ -163,7 +163,7 @@ def _function(
 ) -> Callable[..., Any]:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], flax_linen.Module):
+        if args and isinstance(args[0], flax_linen.Module) and not linen.binds(fn):
             change = functools.partial(_of_linen, precision=precision, keep=keep)
             return linen.lifted_method(fn, change)(*args, **kwargs)
         if nnx_is_used():

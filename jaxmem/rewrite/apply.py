@@ -412,6 +412,8 @@ def _describe(fn: Callable[..., Any]) -> str:
         fn = fn.func
     # Never a repr, which may have an address in it: saved plans have this name.
     name = getattr(fn, "__qualname__", type(fn).__name__)
+    if inspect.ismethod(fn) and fn.__module__.startswith("flax."):  # a module's `apply`
+        fn, name = type(fn.__self__), f"{type(fn.__self__).__name__}.{fn.__name__}"
     try:
         fn = inspect.unwrap(fn) if hasattr(fn, "__qualname__") else type(fn)
         line = inspect.getsourcelines(fn)[1]

@@ -701,3 +701,39 @@ def test_an_unbound_module_fails_as_linen_has_it():
 def test_equal_policies_do_not_conflict():
     assert_same_model(Encoder(), under(under(Encoder))(), train=True)
     assert linen.scan(under(Block), remat="sqrt", length=2, **SCAN).__name__ == "ScanBlock"
+
+
+@pytest.mark.parametrize("form", ["a method of the module", "a function of the class"])
+@pytest.mark.parametrize("by", ["low_memory", "mixed_precision", *POLICIES])
+def test_apply_is_a_function_of_variables_like_others(by: str, form: str) -> None:
+    """It binds the module by itself, so that nothing of it can be lifted around it."""
+    decorate = (
+        functools.partial(jaxmem.remat, policy=POLICIES[by])
+        if by in POLICIES
+        else getattr(jaxmem, by)
+    )
+    model, x = Encoder(block=Block), data()
+    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+
+    def gradient(apply: Any, variables: Any) -> Any:
+        def loss(variables: Any) -> Any:
+            rngs = {"dropout": jax.random.key(2)}
+            out, changed = apply(variables, x, True, rngs=rngs, mutable=["batch_stats"])
+            return jnp.square(out[0]).mean(), changed
+
+        return jax.grad(loss, has_aux=True)(variables)
+
+    def plain(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return model.apply(variables, *args, **kwargs)
+
+    if form == "a method of the module":
+        apply = decorate(model.apply)
+    else:
+        apply = functools.partial(decorate(Encoder.apply), model)
+    ours, other, undecorated = (
+        functools.partial(gradient, each) for each in (apply, decorate(plain), model.apply)
+    )
+    lengths = [len(str(jax.make_jaxpr(each)(variables))) for each in (ours, other, undecorated)]
+    assert abs(lengths[0] - lengths[1]) < 0.02 * lengths[1]
+    assert abs(lengths[0] - lengths[2]) > 0.02 * lengths[2]
+    chex.assert_trees_all_equal(jax.jit(ours)(variables), jax.jit(other)(variables))
