@@ -43,8 +43,8 @@ def remat(
     `NoStackWarning`.
 
     Args:
-      target: a function; a Flax linen module class, instance or method; a Flax
-        NNX module class, instance or method.
+      target: a function; a Flax linen module class, instance or method, its `apply`
+        among these; a Flax NNX module class, instance or method.
       policy: name of a policy, a policy from `jaxmem.policies`, or a `Plan`.
       where: which of several stacks: a predicate on `jaxmem.LayerStack`, or its
         index.
