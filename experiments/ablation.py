@@ -178,10 +178,10 @@ def summary(rows: Sequence[Row]) -> str:
                 f"{len(met) + lost}" + (f", {lost} not met" if lost else ""),
                 str(sum(change > _SMALL for change in met)),
                 str(sum(change < -_SMALL for change in met)),
-                f"{statistics.mean(met):+.2%}",
+                f"{statistics.mean(met):+.2%}" if met else "",
                 f"{sum(row.compiles for row in own)}" if rule == ALL else f"{more:+d}",
-                f"{statistics.median(off):.1%}",
-                f"{max(off):.1%}",
+                f"{statistics.median(off):.1%}" if off else "",
+                f"{max(off):.1%}" if off else "",
             ]
         )
     return markdown(lines)

@@ -36,9 +36,10 @@ def test_changes_are_counted_against_all_rules() -> None:
         row("this", 2, 990),
         row("this", 3, None),
         row("this", 4, None),
+        row("that", 0, None),
     ]
-    heading, _, whole, less = ablation.summary(rows).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (heading, whole, less)]
+    heading, _, *lines = ablation.summary(rows).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (heading, *lines)]
     assert dict(zip(cells[0], cells[1], strict=True)) == {
         "without": ALL, "changed": "0", "budgets": "4", "worse": "0", "better": "0",
         "lost": "+0.00%", "compiles": "14", "off": "10.0%", "at most": "10.0%",
@@ -47,6 +48,7 @@ def test_changes_are_counted_against_all_rules() -> None:
         "without": "this", "changed": "1", "budgets": "4, 1 not met", "worse": "1",
         "better": "1", "lost": "+0.03%", "compiles": "+6", "off": "10.0%", "at most": "50.0%",
     }  # fmt: skip
+    assert cells[3][2:] == ["1, 1 not met", "0", "0", "", "+4", "", ""]
 
 
 def test_every_rule_of_a_target_is_asked_about() -> None:
