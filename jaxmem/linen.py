@@ -12,8 +12,10 @@ Decorate a class that holds an `nn.scan`, or decorate a layer and stack it with
 
 import dataclasses
 import functools
+import inspect
+import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from flax import linen as nn
@@ -22,6 +24,7 @@ from flax.linen import module as linen_module
 from flax.linen import transforms
 
 from jaxmem import _jax
+from jaxmem._util.imported import is_module
 from jaxmem.rewrite.apply import Choice, rewritten
 from jaxmem.rewrite.scope import (
     declared_choice,
@@ -181,14 +184,23 @@ def lifted_method(method: Callable[..., Any], rewrite: Rewrite) -> Callable[...,
     return rewritten_method
 
 
-def binds(fn: Any) -> bool:
+def is_method(target: Any) -> TypeGuard[types.MethodType]:
+    """Whether something is a method of a Flax module that runs inside of it."""
+    return inspect.ismethod(target) and is_module(target.__self__) and not _binds(target.__func__)
+
+
+def is_called_on_module(fn: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call is that of a linen module's method, as written in its class."""
+    return bool(args) and isinstance(args[0], nn.Module) and not _binds(fn)
+
+
+def _binds(fn: Any) -> bool:
     """Whether a function binds its module to variables by itself: `apply`, `init` and the like.
 
     They are linen's own, of every module, and plain functions of what they are given.
     """
     inner = getattr(fn, "__func__", fn)
-    name = getattr(inner, "__name__", "")
-    return inner is getattr(nn.Module, name, None)
+    return inner is getattr(nn.Module, getattr(inner, "__name__", ""), None)
 
 
 def call_method(

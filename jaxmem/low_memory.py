@@ -11,7 +11,6 @@ by rounding; `jaxmem.layers.norm_linear` does it where that is wanted.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -147,7 +146,7 @@ def low_memory(
         from jaxmem import nnx
 
         return nnx.lifted_instance(target, rewrite, names)
-    if inspect.ismethod(target) and is_module(target.__self__) and not linen.binds(target):
+    if linen.is_method(target):
         return functools.partial(_function(target.__func__, rewrite), target.__self__)
     if not callable(target):
         raise TypeError(
@@ -203,7 +202,7 @@ def _function(fn: Callable[..., Any], rewrite: Any) -> Callable[..., Any]:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal method
-        if args and isinstance(args[0], flax_linen.Module) and not linen.binds(fn):
+        if linen.is_called_on_module(fn, args):
             method = method or linen.lifted_method(fn, rewrite)
             return method(*args, **kwargs)
         if nnx_is_used():

@@ -7,7 +7,6 @@ those of the undecorated code.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,7 +120,7 @@ def remat(
         from jaxmem import nnx
 
         return nnx.remat_instance(target, choice, method_names(methods))
-    if inspect.ismethod(target) and is_module(target.__self__) and not linen.binds(target):
+    if linen.is_method(target):
         return functools.partial(_function(target.__func__, choice), target.__self__)
     if not callable(target):
         raise TypeError(
@@ -220,7 +219,7 @@ def _function(fn: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if args and inside_layer_scope(args[0]):  # the stack around this layer has the policy
             return fn(*args, **kwargs)
-        if args and isinstance(args[0], flax_linen.Module) and not linen.binds(fn):
+        if linen.is_called_on_module(fn, args):
             return linen.call_method(fn, choice, args[0], args[1:], kwargs, traces)
         if nnx_is_used():
             from jaxmem import nnx

@@ -7,7 +7,6 @@ casts it, inside the loop over layers, and casts it once more in the backward pa
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 from flax import linen as flax_linen
 
 from jaxmem import linen
-from jaxmem._util.imported import is_module, is_nnx_class, nnx_is_used
+from jaxmem._util.imported import is_nnx_class, nnx_is_used
 from jaxmem.precision.apply import INPUT, PARAM, STATE, applied
 from jaxmem.precision.policy import _UNSET, Precision
 from jaxmem.rewrite.scope import method_names
@@ -152,7 +151,7 @@ def _decorated(
             f"got {what}; types apply to code, not to arrays.  Options go by name, as in "
             "mixed_precision(compute_dtype='float16')"
         )
-    if inspect.ismethod(target) and is_module(target.__self__) and not linen.binds(target):
+    if linen.is_method(target):
         inner = _function(target.__func__, precision, keep)
         return functools.partial(inner, target.__self__)
     return _function(target, precision, keep)
@@ -163,7 +162,7 @@ def _function(
 ) -> Callable[..., Any]:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], flax_linen.Module) and not linen.binds(fn):
+        if linen.is_called_on_module(fn, args):
             change = functools.partial(_of_linen, precision=precision, keep=keep)
             return linen.lifted_method(fn, change)(*args, **kwargs)
         if nnx_is_used():
