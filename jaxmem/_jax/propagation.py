@@ -86,10 +86,13 @@ def splits(
         lowered = jitted.trace(*avals).lower(lowering_platforms=names)
         module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
+        _inline(module.operation)
         manager = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
         manager.run(module.operation)
         found: dict[int, list[Any]] = {}
-        for call in _calls(module.operation):
+        for call in _operations(module.operation, "stablehlo.custom_call"):
+            if ir.StringAttr(call.attributes["call_target_name"]).value != _TARGET:
+                continue
             number = int(ir.StringAttr(call.attributes["backend_config"]).value)
             found.setdefault(number, [_split(value) for value in call.operands])
     return {
@@ -245,17 +248,42 @@ _LOOKED_INTO = frozenset({
 # fmt: on
 
 
-def _calls(operation: Any) -> Iterator[Any]:
+def _operations(operation: Any, name: str) -> Iterator[Any]:
+    """All of a name in an operation, in the order of the program."""
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
-                own = inner.operation
-                name = (
-                    own.attributes["call_target_name"] if own.name.endswith("custom_call") else ""
-                )
-                if name and ir.StringAttr(name).value == _TARGET:
-                    yield own
-                yield from _calls(own)
+                if inner.operation.name == name:
+                    yield inner.operation
+                yield from _operations(inner.operation, name)
+
+
+def _inline(module: Any) -> None:
+    """Put functions where they are called, as XLA does before it asks Shardy.
+
+    Shardy would split operands of two calls of one function as if they were one.
+    """
+    functions = {
+        ir.StringAttr(function.attributes["sym_name"]).value: function
+        for function in _operations(module, "func.func")
+    }
+    while calls := list(_operations(functions["main"], "func.call")):
+        for call in calls:
+            callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+            copy = callee.clone(ir.InsertionPoint(callee)).operation
+            (block,) = copy.regions[0].blocks
+            for argument, operand in zip(block.arguments, call.operands, strict=True):
+                argument.replace_all_uses_with(operand)
+            *body, end = block.operations
+            for operation in body:
+                operation.operation.move_before(call)
+            for result, value in zip(call.results, end.operands, strict=True):
+                result.replace_all_uses_with(value)
+            call.erase()
+            copy.erase()
+    for name, function in functions.items():
+        if name != "main":
+            function.erase()
 
 
 def _split(value: Any) -> Spec | None:

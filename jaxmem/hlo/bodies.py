@@ -89,8 +89,8 @@ def result(instruction: Instruction) -> Shape:
     shape = instruction.shape
     if not instruction.opcode.endswith("-start") or not shape.elements:
         return shape
-    if instruction.opcode in ("all-reduce-start",):
-        return shape
+    if instruction.opcode == "all-reduce-start" and shape.elements[0].elements is None:
+        return shape  # older texts give the results alone
     # A copy's is (result, operand, context), all others' (operands, results, …).
     place = 0 if instruction.opcode == "copy-start" or len(shape.elements) == 1 else 1
     return shape.elements[place]

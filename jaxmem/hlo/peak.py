@@ -15,6 +15,7 @@ from jaxmem.hlo.liveness import live_range
 from jaxmem.hlo.naming import Origin, origin
 from jaxmem.hlo.roles import role
 from jaxmem.hlo.shapes import shape as read_shape
+from jaxmem.hlo.values import Value as InText
 
 # Smaller buffers are not listed.
 _LEAST = 1024
@@ -38,15 +39,21 @@ def rows(
 # ---------------------------------------------------------------- implementation
 
 
-def _named(module: hlo.Module, schedule: Schedule, value: Value) -> Origin:
-    """The origin of a value; one inside an asynchronous operation, which the text does not
-    contain, has the origin of the operation, whose start is next in the schedule."""
-    name = value.name
+def _in_text(module: hlo.Module, schedule: Schedule, value: Value) -> InText | None:
+    """The value in the program's text; one inside an asynchronous operation, whose instructions
+    that need not contain, is the result of the operation, whose start is next in the schedule."""
+    name, index = value.name, value.index
     if name not in module.instructions and name in schedule.order:
         following = schedule.order[schedule.order.index(name) :]
         name = next((other for other in following if other in module.instructions), name)
-        return origin(module, name)
-    return origin(module, name, value.index)
+        index = (1, *index)
+    found = module.instructions.get(name)
+    return found and (found, index)
+
+
+def _named(module: hlo.Module, schedule: Schedule, value: Value) -> Origin:
+    there = _in_text(module, schedule, value)
+    return origin(module, there[0].name, there[1]) if there else origin(module, value.name)
 
 
 def _persistent(
@@ -66,7 +73,7 @@ def _persistent(
         whole = [v for v in allocation.values if v.size == allocation.size] or allocation.values
         last = [v for v in whole if live_range(v, schedule)[1] >= len(schedule.order)]
         value, named = _best(module, schedule, last or whole)
-    row = _row(module, allocation, kind, allocation.size, value, named, value)
+    row = _row(module, schedule, allocation, kind, allocation.size, value, named, value)
     if row is None or kind != "output":
         return [row] if row else []
     # Its name is that of the result; its role is that of what it holds now, if of the same shape.
@@ -75,7 +82,7 @@ def _persistent(
     if not now:
         return [dataclasses.replace(row, role="", is_stack=False)]
     value, named = _best(module, schedule, now)
-    return [dataclasses.replace(row, **_role(module, kind, value, named))]
+    return [dataclasses.replace(row, **_role(module, schedule, kind, value, named))]
 
 
 def _is_live(value: Value, schedule: Schedule, step: int) -> bool:
@@ -130,7 +137,7 @@ def _shared(
         later = _successors(allocation.values, schedule, largest, step)
         value, named = _best(module, schedule, [*latest, *later])
     shown = value if value in latest and value.size == largest.size else largest
-    row = _row(module, allocation, "temporary", size, shown, named, value)
+    row = _row(module, schedule, allocation, "temporary", size, shown, named, value)
     return [row] if row else []
 
 
@@ -157,6 +164,7 @@ def _best(module: hlo.Module, schedule: Schedule, values: Sequence[Value]) -> tu
 
 def _row(
     module: hlo.Module,
+    schedule: Schedule,
     allocation: Allocation,
     kind: Kind,
     size: int,
@@ -180,13 +188,15 @@ def _row(
         module=named.module,
         parameter=allocation.parameter if kind == "argument" else named.parameter,
         padding_bytes=max(shown.size - shape.bytes, 0),
-        **_role(module, kind, value, named),
+        **_role(module, schedule, kind, value, named),
     )
 
 
-def _role(module: hlo.Module, kind: Kind, value: Value, named: Origin) -> dict[str, Any]:
-    made = module.instructions.get(value.name)
-    if made is None or kind not in ("output", "temporary"):
+def _role(
+    module: hlo.Module, schedule: Schedule, kind: Kind, value: Value, named: Origin
+) -> dict[str, Any]:
+    there = _in_text(module, schedule, value)
+    if there is None or kind not in ("output", "temporary"):
         return {}
     is_stack = named.rank == 3 and not named.is_slice
-    return {"role": role(module, (made, value.index), named), "is_stack": is_stack}
+    return {"role": role(module, there, named), "is_stack": is_stack}

@@ -90,7 +90,9 @@ def _asynchronous(module: Module, instruction: Instruction, index: tuple[int, ..
         return operand and (operand, index[1:])
     if instruction.opcode.removesuffix("-start") in _PASSES:
         return operand and (operand, ())
-    called = _called(module, instruction)
+    # What such a collective calls is how it sums, and not what is computed.
+    sums = instruction.opcode.startswith(("all-reduce", "reduce"))
+    called = None if sums else _called(module, instruction)
     if called is not None and index[:1] == (1,):
         return called.root, index[1:]
     if called is not None and len(index) > 1:

@@ -462,7 +462,9 @@ FUSED = frozenset(
     for names in (
         "abs add and ceil clamp div eq floor ge gt integer_pow le lt max min mul ne neg not or",
         "rem round rsqrt select_n sign sqrt square sub xor real imag is_finite",
-        "cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh",
+        "one_minus_square polynomial reciprocal",
+        "acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erfc exp exp2 expm1 log log1p",
+        "log2 logistic pow sin sinh tan tanh",
         "broadcast_in_dim concatenate convert_element_type copy dynamic_slice expand_dims iota pad",
         "reduce_precision reshape rev slice squeeze transpose",
         "pvary pcast random_unwrap random_wrap sharding_constraint stop_gradient",
