@@ -60,8 +60,8 @@ class Analysis:
         custom_call_targets: names of libraries' and kernels' functions, sorted.
         padding_bytes: of the buffers in device memory at the peak.
         has_convolution: whether there are convolutions with a window, for which a GPU uses cuDNN.
-        overlap_bytes: device memory at the peak that loops with transfers to or from the host
-        would do without in another order.
+        overlap_bytes: device memory at the peak that loops with asynchronous operations would do
+        without in another order.
         collectives: what is sent between devices, those that send most first.
       fusions: the kernels, and what they read and write.
     """

@@ -1,10 +1,12 @@
-"""What the order of a loop with transfers to or from the host costs in device memory.
+"""What an order made for time costs in device memory.
 
 A GPU's compiler first orders a program for little memory (list scheduling: always the
-operation that frees most).  It then orders every computation with a transfer in it anew, to
-overlap the two, without regard to memory until the device is nearly full.  What that costs is
-found by list scheduling the loop again.  Known gaps: operands and results of an operation are
-taken to have buffers of their own, and what a loop carries to stay where it is.
+operation that frees most).  It then orders every computation with an asynchronous operation in it
+anew, to overlap that with others, without regard to memory until the device is nearly full: those
+are transfers to and from the host and, since the XLA of jax 0.11, also copies of what a loop
+reads and writes of a stack.  What that costs is found by list scheduling the loop again.
+Known gaps: operands and results of an operation are taken to have buffers of their own, and what a
+loop carries to stay where it is.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +19,7 @@ from jaxmem.hlo.text import Computation, Instruction, Module
 
 
 def overlap_bytes(module: Module, order: Schedule, points: Sequence[tuple[int, int]]) -> int:
-    """By how much the peak would be lower if loops with host transfers were ordered for memory.
+    """By how much the peak would be lower if loops were ordered for memory.
 
     Args:
       points: live bytes as `liveness.live_bytes` gives them.
@@ -25,7 +27,7 @@ def overlap_bytes(module: Module, order: Schedule, points: Sequence[tuple[int, i
     position = {name: step for step, name in enumerate(order.order)}
     heights = _Heights(points)
     spared: list[tuple[int, int, int]] = []
-    for body in _with_transfers(module):
+    for body in _reordered(module):
         steps = [position[i.name] for i in body.instructions if i.name in position]
         if steps and (less := _peak(body) - _peak(body, _for_memory(body))) > 0:
             spared.append((min(steps), max(steps), less))
@@ -60,19 +62,13 @@ class _Heights:
         return max([*before, *within], default=0)
 
 
-def _with_transfers(module: Module) -> Iterator[Computation]:
+def _reordered(module: Module) -> Iterator[Computation]:
+    """Bodies of loops in which something is asynchronous."""
     for loop in module.instructions.values():
         body = module.body(loop, "body") if loop.opcode == "while" else None
-        if body is not None and len(body.instructions) <= _MANY:
-            starts = (i for i in body.instructions if i.opcode.endswith("-start"))
-            if any(_HOST in _spaces(i.shape) for i in starts):
-                yield body
-
-
-def _spaces(shape: Shape) -> set[int]:
-    if shape.elements is None:
-        return {shape.space}
-    return set().union(*map(_spaces, shape.elements))
+        own = [] if body is None or len(body.instructions) > _MANY else body.instructions
+        if body is not None and any(one.opcode.endswith("-start") for one in own):
+            yield body
 
 
 def _on_device(shape: Shape) -> int:

@@ -24,8 +24,9 @@ _PADDING = 0.20
 # Of what the program needs, and of the device that it fills.
 _STATE = 0.25
 _CROWDED = 0.75
-# Of what is on the host; with less lost, it is worth being there.
+# Of what is on the host; with less lost, it is worth being there.  And of the temporaries.
 _OVERLAP = 0.50
+_REORDERED = 0.05
 
 # ---------------------------------------------------------------- API
 
@@ -135,7 +136,7 @@ def _recomputation_removed(program: Program, compiled: Compiled, work: Costs) ->
             f"compiled program has {max(done, 0) / model:.0%}: the compiler merged it with the "
             "first computation, and kept the values",
             "scan over the layers, or leave prevent_cse=True where they are unrolled"
-            + (" (on CPU that has no effect)" if compiled.platform == "cpu" else ""),
+            + (" (on CPU jax 0.10 heeds it not)" if compiled.platform == "cpu" else ""),
         )
 
 
@@ -192,6 +193,21 @@ def _overlap(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint
             "and minds memory only near its limit, which is most of the device",
             f"nothing, if it fits; else lower the limit: {_lower_limit(compiled)}",
         )
+    # Between several devices there are messages, which are worth being overlapped.
+    alone = compiled.devices == 1 and not there
+    if alone and more > _REORDERED * (compiled.stats["temp_bytes"] or 0):
+        yield Lint(
+            "ordered-for-time",
+            f"temporaries need about {size(more)} more than they would in another order: the "
+            "compiler orders loops so as to overlap copies with products, and minds memory only "
+            "near its limit, which is most of the device",
+            f"nothing, if it fits; else compiler_options={{{_IN_ORDER!r}: False}} for jax.jit and "
+            "for the report",
+        )
+
+
+# The option by which an order for little memory is left as it is.
+_IN_ORDER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 def _lower_limit(compiled: Compiled) -> str:
@@ -301,8 +317,13 @@ def _cpu(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
     if compiled.platform == "cpu":
         yield Lint(
             "cpu-numbers",
-            "CPU figures are not predictive for unrolled code: this compiler merges recomputation "
-            "with the first computation; inside lax.scan they are kept apart",
+            "CPU figures are not predictive for "
+            + (
+                "unrolled code: this compiler merges recomputation with the first computation; "
+                "inside lax.scan they are kept apart"
+                if jax.__version_info__ < (0, 11)
+                else "accelerators: this compiler fuses less, and orders otherwise"
+            ),
             'pass target="h100-80g" or another accelerator, which need not be attached',
         )
 

@@ -9,6 +9,7 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from helpers.releases import SINCE_0_11
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -114,7 +115,7 @@ def test_predictions_are_near_what_the_compiler_says(kind: str) -> None:
         report = found.report(ask, candidate)
         parts = [one for one in report.buffers if one.shape == (8, WIDTH, WIDE // 4)]
         seen = report.required_bytes - sum(one.bytes for one in parts)
-        assert found.predicted[candidate] == pytest.approx(seen, rel=0.08)
+        assert found.predicted[candidate] == pytest.approx(seen, rel=0.1 if SINCE_0_11 else 0.08)
 
 
 def test_unrolled_code_is_of_one_device_too() -> None:

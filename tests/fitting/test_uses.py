@@ -160,9 +160,10 @@ def test_a_stack_that_is_differentiated_otherwise_at_first() -> None:
     tried = problem(step, ws, h, target=target, cost="flops")
     assert [region.uses for region in tried.regions] == [Uses(0, 0), Uses(3, 3, 1, 3, True)]
     whole = tried.report(question(step, ws, h, target=target), 0).required_bytes
-    options: Any = {"budget": whole // 2, "target": target, "max_compiles": 2, "progress": False}
+    budget = 3 * whole // 5
+    options: Any = {"budget": budget, "target": target, "max_compiles": 2, "progress": False}
     fitted = jaxmem.fit(step, ws, h, **options)
-    assert fitted.report.required_bytes <= whole // 2
+    assert fitted.report.required_bytes <= budget
     assert str(fitted.explain()).count("from_ones") == 1
     arrays = 0.3 * jax.random.normal(jax.random.key(0), ws.shape), jnp.ones(h.shape)
     assert_close(exact_jit(fitted.step)(*arrays), exact_jit(step)(*arrays))

@@ -186,7 +186,7 @@ def convs(kernels: list[list[jax.Array]], x: jax.Array, how: Any) -> jax.Array:
     return x.sum()
 
 
-@pytest.mark.parametrize(("stride", "whole", "part"), [(1, 0.75, 0.3), (2, 0.75, 0.5)])
+@pytest.mark.parametrize(("stride", "whole", "part"), [(1, 0.78, 0.3), (2, 0.75, 0.5)])
 def test_a_gpu_needs_less_than_for_jaxs_own(stride: int, whole: float, part: float) -> None:
     """With everything kept, and with what can be recomputed; and the latter is predicted."""
     padded = (2 - stride, 1)

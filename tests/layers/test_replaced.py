@@ -435,10 +435,9 @@ def test_fit_keeps_two_bits_where_it_pays() -> None:
     step = jax.grad(model)
     free = jaxmem.fit(step, w, x, budget="1GiB", progress=False)
     assert free.report.required_bytes < 2**30
-    tight = jaxmem.fit(
-        step, w, x, budget=free.report.required_bytes // 2, cost="flops", progress=False
-    )
-    assert tight.report.required_bytes <= free.report.required_bytes / 2
+    budget = free.report.required_bytes * 9 // 20
+    tight = jaxmem.fit(step, w, x, budget=budget, cost="flops", progress=False)
+    assert tight.report.required_bytes <= budget
     # It is a value like any other, and kept in place of what it was made of.
     (kept,) = {row.bytes for row in tight.explain().rows if (row.name, row.decision) == BITS}
     assert kept == 512 * 256 // 4

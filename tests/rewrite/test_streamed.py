@@ -16,6 +16,7 @@ from helpers.menagerie import (
     differentiate,
     exact_jit,
 )
+from helpers.releases import SINCE_0_11
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
@@ -293,7 +294,8 @@ def test_the_device_does_not_grow_with_depth_but_for_carries(target: str, policy
     (once, host), (twice, _) = (required(n, target, policy) for n in (8, 16))
     assert once < 6 * LAYER
     assert twice - once <= 8 * CARRY + 2**17  # carries, and little else
-    assert host <= 2.05 * 8 * LAYER + 3 * CARRY * 8  # parameters and gradients
+    # Parameters and gradients, of which jax 0.11's XLA copies the former when they come back.
+    assert host <= (3.05 if SINCE_0_11 else 2.05) * 8 * LAYER + 3 * CARRY * 8
 
 
 @pytest.mark.slow

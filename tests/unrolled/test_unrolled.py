@@ -18,6 +18,7 @@ import pytest
 from budgeted_models import MODELS
 from helpers.budgeted import kinds, plans, problem, question
 from helpers.menagerie import assert_close, assert_same, exact_jit
+from helpers.releases import SINCE_0_11
 from helpers.unrolled_code import (
     SHAPES,
     B,
@@ -392,8 +393,10 @@ def test_of_several_alike_each_can_be_recomputed_whole(calls: Any) -> None:
     most = jaxmem.memory_report(full, *ask.args, target="h100-80g", suggest=False).required_bytes
     needed = [found.report(ask, candidate).required_bytes for candidate in (0, -1)]
     assert needed[1] <= 1.02 * most < needed[0] / 3
+    # Of what is recomputed in a scan, jax 0.11's XLA has a gradient more live than is predicted.
+    below = 0.9 if calls is in_a_loop or not SINCE_0_11 else 0.75
     for predicted, size in zip((found.predicted[0], found.predicted[-1]), needed, strict=True):
-        assert 0.9 * size < predicted < 1.1 * size
+        assert below * size < predicted < 1.1 * size
 
 
 @pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
