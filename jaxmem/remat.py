@@ -47,7 +47,10 @@ def remat(
       policy: name of a policy, a policy from `jaxmem.policies`, or a `Plan`.
       where: which of several stacks: a predicate on `jaxmem.LayerStack`, or its
         index.
-      min_length: scans shorter than this are not taken for stacks.
+      min_length: scans shorter than this are not taken for stacks.  Layers that are called one
+        after another, each with a scan of its own (over chunks of a sequence), have only these
+        scans for stacks, and all around them is kept; with a `min_length` above theirs it is
+        the code of all layers that the policy is applied to.
       methods: for module classes and instances, the methods to decorate;
         ``__call__`` by default.
       partition: mesh axes over which the carries of stacks are split from layer to layer, and so
