@@ -47,6 +47,8 @@ def _lowered(ctx: Any, *operands: Any, number: int) -> list[Any]:
 
 
 _TARGET = "jaxmem_read"
+# Without functions that nobody calls any more.
+_PASSES = "builtin.module(symbol-dce,sdy-propagation-pipeline)"
 mlir.register_lowering(read_p, _lowered)
 
 
@@ -87,7 +89,7 @@ def splits(
         module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         _inline(module.operation)
-        manager = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+        manager = passmanager.PassManager.parse(_PASSES)
         manager.run(module.operation)
         found: dict[int, list[Any]] = {}
         for call in _operations(module.operation, "stablehlo.custom_call"):
@@ -281,9 +283,6 @@ def _inline(module: Any) -> None:
                 result.replace_all_uses_with(value)
             call.erase()
             copy.erase()
-    for name, function in functions.items():
-        if name != "main":
-            function.erase()
 
 
 def _split(value: Any) -> Spec | None:

@@ -52,6 +52,13 @@ def test_a_product_that_is_split_in_its_sum_is_reduced_over_the_devices() -> Non
     assert costs(local).matmul_flops == 2 * 2 * ROWS * WIDTH * WIDE // 8
 
 
+def test_what_a_composite_is_made_of_stays() -> None:
+    """A function that nobody calls, and that the composite names."""
+    cosine = jax.lax.composite(jnp.cos, name="example.cosine")
+    local = on_one_device(lambda x: (jnp.sin(x), cosine(x)), spec((ROWS, WIDTH), "data"))
+    assert local.out_avals[0].shape == (ROWS // 2, WIDTH)
+
+
 def test_a_weight_that_is_split_like_the_batch_is_gathered() -> None:
     local = on_one_device(
         lambda x, w: x @ w, spec((ROWS, WIDTH), "data"), spec((WIDTH, WIDE), "data")
