@@ -112,8 +112,12 @@ def _hints(
         )
     if report.platform == "cpu" and not all(region.uses.iterations for region in code):
         hints.append(
-            "name an accelerator as the target: of code outside of scans the cpu compiler finds "
-            "again what it has computed before, so that no plan saves anything there"
+            "name an accelerator as the target: of code outside of scans the cpu compiler "
+            + (
+                "finds again what it has computed before, so that no plan saves anything there"
+                if jax.__version_info__ < (0, 11)
+                else "keeps more than a plan does"
+            )
         )
     if not offload and report.platform != "cpu":
         hints.append("allow_offload=True, which lets values go to host memory")

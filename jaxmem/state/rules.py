@@ -131,8 +131,7 @@ EACH = ("optimization_barrier", "device_put")
 
 # fmt: off
 ELEMENTWISE = frozenset({
-    *FUSED, "add_any", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "conj",
-    "clamp", "device_put", "digamma", "erf_inv", "igamma", "lgamma", "nextafter",
+    *FUSED, "add_any", "conj", "device_put", "digamma", "erf_inv", "igamma", "lgamma", "nextafter",
     "population_count", "bitcast_convert_type", "optimization_barrier", "shift_left",
     "shift_right_arithmetic", "shift_right_logical", "name",
 }) - {
