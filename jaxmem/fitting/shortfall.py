@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxmem._util.text import size
-from jaxmem.fitting.regions import UnrolledRegion
+from jaxmem.fitting.regions import StackRegion, UnrolledRegion
 from jaxmem.policies import PipelineChoice, PipelineNote
 from jaxmem.report.report import MemoryReport
 
@@ -49,8 +49,13 @@ def shortfall(
     code = [region for region in problem.regions if isinstance(region, UnrolledRegion)]
     notes = problem.variant(candidate).pipelines
     tried = {one.choice for one in problem.variants if one.choice is not None}
+    inner = [
+        region
+        for region in problem.regions
+        if isinstance(region, StackRegion) and region.uses.times > 1 and not region.uses.iterations
+    ]
     pipelined = [_of_pipeline(note, tried) for note in notes]
-    hints = _hints(report, budget, fixed, ask, offload, code, pipelined)
+    hints = _hints(report, budget, fixed, ask, offload, code, inner, pipelined)
     return "\n".join([*lines, *(f"  - {hint}" for hint in hints)])
 
 
@@ -64,6 +69,7 @@ def _hints(
     ask: Any,
     offload: bool,
     code: list[UnrolledRegion],
+    inner: list[StackRegion],
     pipelined: list[list[str]],
 ) -> list[str]:
     hints = []
@@ -102,6 +108,11 @@ def _hints(
         f"{region.uses.times} calls have the same plan, and cannot be cut into segments"
         for region in code
         if region.uses.times > 1
+    ]
+    hints += [
+        f"min_length={region.length + 1} in the decorator, if {region.where} is a loop inside of a "
+        f"layer: it is run {region.uses.times} times, and all around it is kept now"
+        for region in inner
     ]
     alone = [region for region in code if region.uses.times == 1]
     if len(alone) > 1:
