@@ -11,6 +11,7 @@ import jax
 from jaxmem._util.text import size
 from jaxmem.fitting.regions import StackRegion, UnrolledRegion
 from jaxmem.policies import PipelineChoice, PipelineNote
+from jaxmem.report.lints import CPU_MERGES_RECOMPUTATION
 from jaxmem.report.report import MemoryReport
 
 
@@ -126,7 +127,7 @@ def _hints(
             "name an accelerator as the target: of code outside of scans the cpu compiler "
             + (
                 "finds again what it has computed before, so that no plan saves anything there"
-                if jax.__version_info__ < (0, 11)
+                if CPU_MERGES_RECOMPUTATION
                 else "keeps more than a plan does"
             )
         )

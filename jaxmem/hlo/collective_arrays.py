@@ -1,5 +1,6 @@
 """The arrays that a collective sends: its operands, and what combiners have put together."""
 
+from jaxmem.hlo.bodies import result
 from jaxmem.hlo.shapes import Shape
 from jaxmem.hlo.text import Instruction, Module
 from jaxmem.hlo.values import Value, way
@@ -14,10 +15,8 @@ def arrays(module: Module, instruction: Instruction, opcode: str) -> list[tuple[
         return []
     first = operands[0]
     if opcode == "all-gather":
-        result = instruction.shape
-        if instruction.opcode.endswith("-start"):  # (operands, results)
-            result = (result.elements or (result, result))[1]
-        several = result.elements if result.elements is not None else (result,)
+        gathered = result(instruction)
+        several = gathered.elements if gathered.elements is not None else (gathered,)
         return [((o, ()), shape) for o, shape in zip(operands, several, strict=False)]
     if opcode == "ragged-all-to-all" or "slice_sizes=" in instruction.attributes:
         return [((first, ()), first.shape)]  # the others are where it is written, and offsets

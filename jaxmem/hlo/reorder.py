@@ -11,6 +11,7 @@ loop carries to stay where it is.
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from jaxmem.hlo.bodies import result
 from jaxmem.hlo.buffers import Schedule
 from jaxmem.hlo.shapes import Shape
 from jaxmem.hlo.text import Computation, Instruction, Module
@@ -109,11 +110,7 @@ class _Graph:
 def _result_bytes(instruction: Instruction) -> int:
     if instruction.opcode in ("constant", "parameter"):
         return 0
-    shape = instruction.shape
-    if instruction.opcode.endswith("-start") and shape.elements:
-        # (operands, result, …), or of a copy (result, operand, …).
-        return _on_device(shape.elements[0 if instruction.opcode == "copy-start" else 1])
-    return _on_device(shape)
+    return _on_device(result(instruction))
 
 
 def _peak(body: Computation, order: Iterable[str] | None = None) -> int:

@@ -27,6 +27,8 @@ _CROWDED = 0.75
 # Of what is on the host; with less lost, it is worth being there.  And of the temporaries.
 _OVERLAP = 0.50
 _REORDERED = 0.05
+# Outside of loops, with the first computation: its CPU compiler drops barriers.
+CPU_MERGES_RECOMPUTATION = jax.__version_info__ < (0, 11)
 
 # ---------------------------------------------------------------- API
 
@@ -321,7 +323,7 @@ def _cpu(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint]:
             + (
                 "unrolled code: this compiler merges recomputation with the first computation; "
                 "inside lax.scan they are kept apart"
-                if jax.__version_info__ < (0, 11)
+                if CPU_MERGES_RECOMPUTATION
                 else "accelerators: this compiler fuses less, and orders otherwise"
             ),
             'pass target="h100-80g" or another accelerator, which need not be attached',

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from helpers.budgeted import problem, question
 from helpers.menagerie import assert_close, exact_jit
+from helpers.releases import SINCE_0_11
 from jax import lax
 
 import jaxmem
@@ -160,7 +161,7 @@ def test_a_stack_that_is_differentiated_otherwise_at_first() -> None:
     tried = problem(step, ws, h, target=target, cost="flops")
     assert [region.uses for region in tried.regions] == [Uses(0, 0), Uses(3, 3, 1, 3, True)]
     whole = tried.report(question(step, ws, h, target=target), 0).required_bytes
-    budget = 3 * whole // 5
+    budget = 3 * whole // 5 if SINCE_0_11 else whole // 2  # one residual for a tanh there
     options: Any = {"budget": budget, "target": target, "max_compiles": 2, "progress": False}
     fitted = jaxmem.fit(step, ws, h, **options)
     assert fitted.report.required_bytes <= budget

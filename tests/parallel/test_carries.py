@@ -86,7 +86,7 @@ def test_under_other_policies_carries_are_split_too(policy: "str | Policy") -> N
 def test_fit_plans_with_split_carries() -> None:
     mesh = jaxmem.target(TARGET, devices=DEVICES).mesh({"tensor": DEVICES})
     least = report("full", partition="tensor").required_bytes
-    budget = least + LAYERS * CARRY // 2  # less than whole carries need
+    budget = least + LAYERS * CARRY // (2 if SINCE_0_11 else 4)  # less than whole carries need
     fitted = jaxmem.fit(
         gradient("auto", partition="tensor"), *arguments(mesh), budget=budget, target=TARGET,
         compiler_options=quick(TARGET), progress=False,

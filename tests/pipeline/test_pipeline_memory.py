@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.releases import SINCE_0_11
 from helpers.xla_flags import quick
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -52,7 +53,7 @@ def test_what_is_held_is_bounded_by_the_stages(target: str) -> None:
     few, many = temporaries("1f1b", 8), temporaries("1f1b", 32)
     assert abs(many - few) <= 1
     gpipe = temporaries("gpipe", 32)
-    assert 32 - STAGES <= round(gpipe - many) <= 2 * 32
+    assert 32 - STAGES - (0.1 if SINCE_0_11 else 0) <= gpipe - many <= 2 * 32
 
 
 def test_what_is_kept_of_each_tick_where_nothing_is_recomputed() -> None:
