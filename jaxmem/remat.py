@@ -49,8 +49,9 @@ def remat(
         index.
       min_length: scans shorter than this are not taken for stacks.  Layers that are called one
         after another, each with a scan of its own (over chunks of a sequence), have only these
-        scans for stacks, and all around them is kept; with a `min_length` above theirs it is
-        the code of all layers that the policy is applied to.
+        scans for stacks, and all around them is kept, of which a `NoStackWarning` tells; with a
+        `min_length` above theirs it is the code of all layers that the policy is applied to.
+        `jaxmem.fit` tries both.
       methods: for module classes and instances, the methods to decorate;
         ``__call__`` by default.
       partition: mesh axes over which the carries of stacks are split from layer to layer, and so

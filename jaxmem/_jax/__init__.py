@@ -56,6 +56,7 @@ from jaxmem._jax.keys import made_by as made_by
 from jaxmem._jax.keys import named as named
 from jaxmem._jax.keys import same_keys as same_keys
 from jaxmem._jax.keys import used_by as used_by
+from jaxmem._jax.loops import with_own_arrays as with_own_arrays
 from jaxmem._jax.memory import DEVICE as DEVICE
 from jaxmem._jax.memory import HOST as HOST
 from jaxmem._jax.memory import beside as beside
@@ -93,6 +94,7 @@ from jaxmem._jax.tracing import trace_context as trace_context
 from jaxmem._jax.types import Aval as Aval
 from jaxmem._jax.types import Eqn as Eqn
 from jaxmem._jax.types import as_array as as_array
+from jaxmem._jax.types import as_varying as as_varying
 from jaxmem._jax.types import has_tangent as has_tangent
 from jaxmem._jax.types import is_key as is_key
 from jaxmem._jax.types import is_tracer as is_tracer

@@ -110,15 +110,25 @@ def evaluate(
     return [read(atom) for atom in wanted]
 
 
-def evaluate_each(eqns: Sequence[Eqn], given: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What equations make, one after the other, from values that are given."""
+def evaluate_each(
+    eqns: Sequence[Eqn],
+    given: Mapping[Any, Any],
+    special: Callable[[Eqn, list[Any]], list[Any] | None] | None = None,
+) -> dict[Any, Any]:
+    """What equations make, one after the other, from values that are given.
+
+    Args:
+      special: as for `evaluate`.
+    """
     made: dict[Any, Any] = {}
     for eqn in eqns:
         with _where_it_stood(eqn):
             operands = [
                 a.val if is_literal(a) else made[a] if a in made else given[a] for a in eqn.invars
             ]
-            made.update(zip(eqn.outvars, _bound(eqn, operands), strict=True))
+            found = special(eqn, operands) if special else None
+            found = _bound(eqn, operands) if found is None else found
+            made.update(zip(eqn.outvars, found, strict=True))
     return made
 
 

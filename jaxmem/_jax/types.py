@@ -44,6 +44,13 @@ def unfilled(aval: Aval, length: int) -> Any:
     return _zeros(stacked(aval, length))
 
 
+def filled_with(scalar: Any, aval: Aval) -> Any:
+    """An array of a type, each element of it this scalar."""
+    scalar = convert_element_type(scalar, aval.dtype, weak_type=False)
+    scalar = as_varying(scalar, varying(aval))
+    return jax.lax.broadcast(scalar, aval.shape, out_sharding=_explicit_sharding(aval))
+
+
 def with_dtype(value: Any, dtype: Any) -> Aval:
     """The type of an array, but for its dtype: its sharding and varying axes are the same."""
     return jax.typeof(value).update(dtype=jax.numpy.dtype(dtype), weak_type=False)
@@ -57,6 +64,12 @@ def varying(value: Any) -> frozenset[str]:
     aval = value if isinstance(value, AbstractValue) else jax.typeof(value)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()))
+
+
+def as_varying(value: Any, axes: frozenset[str]) -> Any:
+    """The same value, held for itself by each device along these mesh axes."""
+    missing = tuple(sorted(axes - varying(value)))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
 def split(value: Any) -> tuple[Any, ...]:
@@ -100,6 +113,13 @@ def has_tangent(aval: Aval) -> bool:
 def is_key(value: Any) -> bool:
     """Whether a value is an array of random keys."""
     return jax.numpy.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key)
+
+
+def _explicit_sharding(aval: Aval) -> Any:
+    """The sharding of a type that tells it: of a mesh with axes of type Explicit."""
+    wanted = getattr(aval, "sharding", None)
+    axes = getattr(getattr(wanted, "mesh", None), "explicit_axes", ())
+    return wanted if axes else None
 
 
 def _zeros(aval: Aval) -> Any:

@@ -17,12 +17,6 @@ from jax.sharding import NamedSharding
 from jaxmem import _jax
 
 
-def as_varying(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The same value, held by each device for itself."""
-    missing = tuple(sorted(axes - _jax.varying(leaf)))
-    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-
 def zeros(like: Any, dtype: Any = None) -> jax.Array:
     """Zeros with the shape and the place of an array, of which the shape and place may be all."""
     sharding = getattr(like, "sharding", None)
@@ -33,7 +27,7 @@ def zeros(like: Any, dtype: Any = None) -> jax.Array:
         **({"out_sharding": sharding} if explicit else {}),
     )
     kind = getattr(like, "manual_axis_type", None)
-    return as_varying(found, frozenset(getattr(kind, "varying", ())))
+    return _jax.as_varying(found, frozenset(getattr(kind, "varying", ())))
 
 
 def summed(tree: Any, axes: Sequence[str]) -> Any:

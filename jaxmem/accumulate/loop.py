@@ -88,7 +88,7 @@ class _Loop:
         # What wants each microbatch's share of a sum wants it over the other axes, too.
         apart = self.varying & set(axes) if sink.wants_share else self.varying
         for path in call.diff:
-            leaves[path] = devices.as_varying(leaves[path], apart)
+            leaves[path] = _jax.as_varying(leaves[path], apart)
         self.call = call.with_leaves(leaves, call.split)
         self.split = call.split
         own = set(call.rows)
@@ -326,7 +326,7 @@ class _Loop:
     def _varying(self, tree: Any) -> Any:
         if not self.varying:
             return tree
-        return jax.tree.map(lambda leaf: devices.as_varying(leaf, self.varying), tree)
+        return jax.tree.map(lambda leaf: _jax.as_varying(leaf, self.varying), tree)
 
     def _devices(self) -> int:
         return math.prod(jax.lax.axis_size(axis) for axis in self.axes)

@@ -124,6 +124,7 @@ def interleaved_pullback(
     # that it has the results already.  What reads it later takes it from there as well, so that it
     # is one array, with one copy in another layout; but for parameters, which are there anyway.
     behind: dict[Any, Any] = {}
+    special = _jax.with_own_arrays(closed)
     parameters = {*closed.jaxpr.constvars, *backward.consts, *backward.xs}
     for step in backward.steps:
         if step.anew:
@@ -137,18 +138,18 @@ def interleaved_pullback(
             behind.update(zip(step.reads, later, strict=True))
             values.update((var, behind[var]) for var in step.reads if var not in parameters)
             with jax.named_scope(_jax.RECOMPUTED):
-                found = _jax.evaluate_each(again, behind)
+                found = _jax.evaluate_each(again, behind, special)
             # What is no kernel's is read in this step and not behind a barrier.
             behind.update(found)
             values.update(found)
         eqn = closed.jaxpr.eqns[step.operation]
-        values.update(_jax.evaluate_each([eqn], values))
+        values.update(_jax.evaluate_each([eqn], values, special))
         if step.first:
             outs = [var for var in eqn.outvars if not _jax.is_dropped(var)]
             done, later = tied([values[var] for var in outs], [values[var] for var in step.first])
             values.update(zip([*outs, *step.first], [*done, *later], strict=True))
     done = backward.steps[-1].operation + 1 if backward.steps else 0
-    values.update(_jax.evaluate_each(closed.jaxpr.eqns[done:], values))
+    values.update(_jax.evaluate_each(closed.jaxpr.eqns[done:], values, special))
     return layer.by_role(a.val if _jax.is_literal(a) else values[a] for a in closed.jaxpr.outvars)
 
 

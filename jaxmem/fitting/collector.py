@@ -18,7 +18,8 @@ from jaxmem.fitting.turn import Turn, turn_of
 from jaxmem.fitting.uses import NOWHERE, ONCE, SCOPE, twice_differentiated, uses
 from jaxmem.parallel.carries import SplitCarries
 from jaxmem.parallel.partition import Partition
-from jaxmem.policies import ByLayer, PipelineChoice, PipelineNote
+from jaxmem.policies import ByLayer, PipelineChoice, PipelineNote, Scans
+from jaxmem.rewrite.around import own_way, ways
 from jaxmem.trace import context
 from jaxmem.trace.layer import Layer, NoReverseMode, nbytes
 from jaxmem.unrolled import Code
@@ -61,6 +62,9 @@ class Collector(ByLayer):
     """The policy of every decorated region while its step is looked at: notes the regions.
 
     Each region is traced in a scope of its own, by which it is found again in the whole step.
+
+    Attributes:
+      scans: what scans are that can be taken for something else than stacks.
     """
 
     roofline: Roofline
@@ -68,6 +72,7 @@ class Collector(ByLayer):
     devices: int = 1
     partition: str = ""
     choice: PipelineChoice | None = None
+    scans: Scans = "stacks"
     regions: dict[_Key, Region] = dataclasses.field(default_factory=dict, init=False)
     # How pipelines that leave it open can be run, and of all pipelines, what was noted.
     choices: list[PipelineChoice] = dataclasses.field(default_factory=list, init=False)
@@ -77,6 +82,8 @@ class Collector(ByLayer):
     _layers: dict[Any, set[_Key]] = dataclasses.field(default_factory=dict, init=False)
     _spread: dict[_Key, "_Spread"] = dataclasses.field(default_factory=dict, init=False)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
+    # What else scans can be taken for.
+    other_scans: dict[Scans, None] = dataclasses.field(default_factory=dict, init=False)
     # Of each mesh axis, the bytes of carries that it could split and does not.
     _whole: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter, init=False
@@ -117,6 +124,11 @@ class Collector(ByLayer):
     def splitting(self, least: int) -> list[str]:
         """Mesh axes that would spare each device so many bytes, were all carries kept split."""
         return [axis for axis, size in self._whole.items() if size >= least]
+
+    def scans_are(self, closed: Any, stacks: Sequence[Any]) -> Scans:
+        found = ways(closed, stacks)
+        self.other_scans.update(dict.fromkeys(found))
+        return own_way(self.scans, found)
 
     def pipeline(self, choices: Sequence[PipelineChoice]) -> PipelineChoice:
         self.choices.extend(one for one in choices if one not in self.choices)

@@ -86,6 +86,14 @@ class Region:
         """
         raise NotImplementedError
 
+    def everything(self, several: bool) -> Candidate:
+        """The plan that keeps everything.
+
+        Args:
+          several: as above.
+        """
+        raise NotImplementedError
+
     def candidates_by_layer(self, several: bool, turn_bytes: int = 0) -> tuple[Candidate, ...]:
         """Of those that recompute layers whole or keep all of them, what no other such one beats.
 
@@ -154,6 +162,10 @@ class StackRegion(Region):
         }
         return tuple(sorted(found, key=lambda one: (one.seconds, -one.bytes, one.kept_bytes)))
 
+    def everything(self, several: bool) -> Candidate:
+        length, carry_bytes, seconds, choices, loose = self._sizes
+        return candidates(length, carry_bytes, seconds, choices[:1], loose, alike=True)[0]
+
     def candidates_by_layer(self, several: bool, turn_bytes: int = 0) -> tuple[Candidate, ...]:
         if self.is_stage:
             return ()
@@ -175,6 +187,12 @@ class StackRegion(Region):
     def gap(self, candidate: Candidate) -> float:
         keeps = (self.keeps[choice] for _, choice in self._layers(candidate))
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
+
+    @property
+    def seconds_again(self) -> float:
+        """Of all that these layers compute from what enters each."""
+        whole = [one.seconds for k, one in enumerate(self.choices) if self._is_whole(k)]
+        return self.uses.times * self.length * min(whole, default=self.forward_seconds)
 
     @property
     def _sizes(self) -> tuple[int, int, float, tuple[Choice, ...], Loose | None]:
@@ -233,6 +251,10 @@ class UnrolledRegion(Region):
         self, several: bool, later_bytes: int, turn_bytes: int = 0
     ) -> tuple[Candidate, ...]:
         return _unrolled(self.chain.plans(several, self.uses.stacked, turn_bytes))
+
+    def everything(self, several: bool) -> Candidate:
+        steps = tuple(Kept(number, 0) for number in range(len(self.chain)))
+        return _unrolled([self.chain.held(steps, several, self.uses.stacked)])[0]
 
     def candidates_by_layer(self, several: bool, turn_bytes: int = 0) -> tuple[Candidate, ...]:
         return _unrolled(self.chain.plans_by_layer(several, self.uses.stacked, turn_bytes))

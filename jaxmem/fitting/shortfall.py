@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxmem._util.text import size
-from jaxmem.fitting.regions import StackRegion, UnrolledRegion
+from jaxmem.fitting.regions import UnrolledRegion
 from jaxmem.policies import PipelineChoice, PipelineNote
 from jaxmem.report.lints import CPU_MERGES_RECOMPUTATION
 from jaxmem.report.report import MemoryReport
@@ -27,7 +27,7 @@ def shortfall(
       offload: whether the host was allowed.
     """
     fixed = report.argument_bytes + report.output_bytes - report.alias_bytes
-    gradients, kept = _gradients(problem), problem.front[candidate].kept_bytes
+    gradients, kept = _gradients(problem.variant(candidate)), problem.front[candidate].kept_bytes
     working = max(problem.front[candidate].bytes - kept, 0)
     rest = report.temp_bytes - kept - working - gradients
     lines = [
@@ -47,16 +47,12 @@ def shortfall(
         + (f", {size(rest)} elsewhere" if rest > 0.2 * report.temp_bytes else "")
     )
     lines.append("What would help:")
-    code = [region for region in problem.regions if isinstance(region, UnrolledRegion)]
-    notes = problem.variant(candidate).pipelines
+    own = problem.variant(candidate)
+    code = [region for region in own.regions if isinstance(region, UnrolledRegion)]
+    notes = own.pipelines
     tried = {one.choice for one in problem.variants if one.choice is not None}
-    inner = [
-        region
-        for region in problem.regions
-        if isinstance(region, StackRegion) and region.uses.times > 1 and not region.uses.iterations
-    ]
     pipelined = [_of_pipeline(note, tried) for note in notes]
-    hints = _hints(report, budget, fixed, ask, offload, code, inner, pipelined)
+    hints = _hints(report, budget, fixed, ask, offload, code, pipelined)
     return "\n".join([*lines, *(f"  - {hint}" for hint in hints)])
 
 
@@ -70,7 +66,6 @@ def _hints(
     ask: Any,
     offload: bool,
     code: list[UnrolledRegion],
-    inner: list[StackRegion],
     pipelined: list[list[str]],
 ) -> list[str]:
     hints = []
@@ -109,11 +104,6 @@ def _hints(
         f"{region.uses.times} calls have the same plan, and cannot be cut into segments"
         for region in code
         if region.uses.times > 1
-    ]
-    hints += [
-        f"min_length={region.length + 1} in the decorator, if {region.where} is a loop inside of a "
-        f"layer: it is run {region.uses.times} times, and all around it is kept now"
-        for region in inner
     ]
     alone = [region for region in code if region.uses.times == 1]
     if len(alone) > 1:

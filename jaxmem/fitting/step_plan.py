@@ -15,7 +15,8 @@ from jaxmem import _jax, unrolled
 from jaxmem._util.files import Saved
 from jaxmem._util.records import from_data, parsed, to_data
 from jaxmem.plans.plan import Plan
-from jaxmem.policies import ByLayer, PipelineChoice
+from jaxmem.policies import ByLayer, PipelineChoice, Scans
+from jaxmem.rewrite.around import own_way, ways
 from jaxmem.trace import context
 from jaxmem.unrolled import Code, UnrolledPlan
 
@@ -53,6 +54,8 @@ class StepPlan(Saved):
       partition: the mesh axis over which carries are stored split, of the stacks whose decorators
         name none; "" for none.
       microbatches, schedule: of pipelines that leave them open; 0 and "" where there are none.
+      scans: what scans in decorated functions are that may be inside of layers, and not stacks of
+        these.
 
     >>> import jaxmem
     >>> jaxmem.StepPlan.from_json(jaxmem.StepPlan().to_json()) == jaxmem.StepPlan()
@@ -65,6 +68,7 @@ class StepPlan(Saved):
     partition: str = ""
     microbatches: int = 0
     schedule: str = ""
+    scans: Scans = "stacks"
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -172,6 +176,9 @@ class Filled(ByLayer):
     @property
     def partition(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.plan.partition
+
+    def scans_are(self, closed: Any, stacks: Sequence[Any]) -> Scans:
+        return own_way(self.plan.scans, ways(closed, stacks))
 
     def pipeline(self, choices: Sequence[PipelineChoice]) -> PipelineChoice:
         """How the fit has a pipeline run that leaves it open.

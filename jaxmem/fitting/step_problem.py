@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from jaxmem.fitting.fitted import Planned
 from jaxmem.fitting.regions import Region, StackRegion, UnrolledRegion
 from jaxmem.fitting.step_plan import StepPlan
 from jaxmem.parallel import partition as parallel
-from jaxmem.policies import PipelineChoice, PipelineNote
+from jaxmem.policies import PipelineChoice, PipelineNote, Scans
 from jaxmem.report.advice import where_to_decorate
 from jaxmem.report.report import MemoryReport
 from jaxmem.solve.pareto import cost as cost_of
@@ -52,12 +53,15 @@ class StepProblem:
         such one beats, of another kind than the rest; `whole` has some of them.
       others: about what all else in the step needs.
       fixed: of `others`, arguments and results.
+      everything: bytes of the step with everything kept.
       devices: over how many devices its arrays are spread.
       partition: the mesh axis over which carries are stored split, "" for none.
       choice: how its pipelines run that leave it open; None if there are none.
       pipelines: what was noted of its pipelines.
-      variants: the same step with carries split over other axes, or with its pipelines run in
-        other ways, by `StepCandidate.variant`, this one first; none if there is no other.
+      scans: what scans are that can be taken for something else than stacks.
+      variants: the same step with carries split over other axes, with its pipelines run in
+        other ways, or with scans as parts of the code around them, by `StepCandidate.variant`, this
+        one first; none if there is no other.
     """
 
     program: Program
@@ -68,11 +72,13 @@ class StepProblem:
     by_layer: tuple[StepCandidate, ...]
     others: int
     fixed: int
+    everything: int
     devices: int
     target: str
     partition: str = ""
     choice: PipelineChoice | None = None
     pipelines: tuple[PipelineNote, ...] = ()
+    scans: Scans = "stacks"
     variants: "tuple[StepProblem, ...]" = ()
 
     @property
@@ -108,7 +114,13 @@ class StepProblem:
         own = self.variant(candidate)
         choice = own.choice or PipelineChoice(0, "")
         return StepPlan(
-            regions, self.target, versions, own.partition, choice.microbatches, choice.schedule
+            regions,
+            self.target,
+            versions,
+            own.partition,
+            choice.microbatches,
+            choice.schedule,
+            own.scans,
         )
 
     def planned(self, candidate: int) -> tuple[Planned, ...]:
@@ -135,6 +147,10 @@ class StepProblem:
         return expected(candidate, self.predicted, others, self.kinds)
 
 
+class NothingToPlan(ValueError):
+    """Nothing in a step is decorated, or nothing of it is differentiated."""
+
+
 # ---------------------------------------------------------------- API
 
 
@@ -142,7 +158,8 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
     """Trace a step and solve for the Pareto front of its plans.
 
     On a mesh, where an axis could split what stacks carry from layer to layer and does not, for
-    plans as well that store it split; and for each way to run a pipeline that leaves it open.
+    plans as well that store it split; for each way to run a pipeline that leaves it open; and where
+    scans may be inside of layers, for plans of all the code.
     """
     if cost not in get_args(Cost):
         raise ValueError(f"cost must be one of {', '.join(get_args(Cost))}, got {cost!r}")
@@ -160,11 +177,13 @@ def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepP
         )
         allow_offload = False
     with _uncollected():
-        problem, axes, choices = _built(ask, allow_offload, cost)
+        problem, others = _built(ask, allow_offload, cost)
         variants = [problem]
-        variants += (_built(ask, allow_offload, cost, axis)[0] for axis in axes)
-        for choice in choices:
+        variants += (_built(ask, allow_offload, cost, axis)[0] for axis in others.axes)
+        for choice in others.choices:
             variants.append(_built(ask, allow_offload, cost, choice=choice)[0])
+        for scans in others.scans:
+            variants += _as_code(ask, allow_offload, cost, scans)
         return _merged(variants) if len(variants) > 1 else problem
 
 
@@ -193,23 +212,56 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Others:
+    """Other ways to run a step.
+
+    Attributes:
+      axes: of its mesh, over which carries would better be split.
+      choices: how its pipelines can be run.
+      scans: what its scans can be taken for.
+    """
+
+    axes: list[str]
+    choices: list[PipelineChoice]
+    scans: list[Scans]
+
+
+def _as_code(
+    ask: CompileRequest, allow_offload: bool, cost: Cost, scans: Scans
+) -> list[StepProblem]:
+    """The step with scans as parts of the code around them; none where that cannot be planned."""
+    try:
+        # Of what differs from the first way nobody has to be told who gets a plan of that.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JaxmemWarning)
+            return [_built(ask, allow_offload, cost, scans=scans)[0]]
+    except NothingToPlan:
+        return []
+
+
 def _merged(variants: Sequence[StepProblem]) -> StepProblem:
     """One problem of several ways to run the same step."""
     first = variants[0]
     plain = [own.plain_seconds for own in variants]
-    # That carries are split makes nothing faster.
-    plain = [
-        max(seconds, plain[0]) if own.choice == first.choice else seconds
-        for seconds, own in zip(plain, variants, strict=True)
-    ]
+    for number, own in enumerate(variants):
+        if own.scans != "stacks":
+            plain[number] = plain[0] + _turns_again(first, own)
+        elif own.choice == first.choice:
+            plain[number] = max(plain[number], plain[0])  # that carries are split is not faster
+    # With everything kept it is the same program, of which more is seen where all is looked at.
+    everything = max(own.everything for own in variants if own.scans == "parts" or own is first)
 
     def of(number: int, one: StepCandidate) -> StepCandidate:
+        own = variants[number]
+        unseen = everything - first.everything if own.scans == "stacks" else 0
         return dataclasses.replace(
             one,
-            bytes=one.bytes + variants[number].others - first.others,
+            bytes=one.bytes + own.others - first.others + unseen,
             # Of ways that take the same the first one comes first.
             seconds=one.seconds + plain[number] - min(plain) + number * _LATER * plain[0],
             variant=number,
+            kind=one.kind if own.scans == "stacks" else f"{one.kind} scans {own.scans}",
         )
 
     def best(several: Sequence[Sequence[StepCandidate]], costs: Any) -> tuple[StepCandidate, ...]:
@@ -224,23 +276,38 @@ def _merged(variants: Sequence[StepProblem]) -> StepProblem:
     )
 
 
+def _turns_again(first: StepProblem, own: StepProblem) -> float:
+    """Seconds of what scans compute again in each turn that are stacks in the first way."""
+    if own.scans != "checkpointed":
+        return 0.0
+    others = {region.digest for region in own.regions}
+    stacks = (one for one in first.regions if isinstance(one, StackRegion))
+    return sum(one.seconds_again for one in stacks if one.digest not in others)
+
+
 def _built(
     ask: CompileRequest,
     allow_offload: bool,
     cost: Cost,
     partition: str = "",
     choice: PipelineChoice | None = None,
-) -> tuple[StepProblem, list[str], list[PipelineChoice]]:
-    """A step's problem, the mesh axes over which its carries would better be split, other choices.
+    scans: Scans = "stacks",
+) -> tuple[StepProblem, _Others]:
+    """A step's problem, and in which other ways it could be run.
 
     Args:
+      partition: the mesh axis over which carries are split.
       choice: how pipelines run that leave it open.
+      scans: what scans are taken for that can be something else than stacks.
+
+    Raises:
+      NothingToPlan: nothing in the step is decorated and differentiated.
     """
     leaves = jax.tree.leaves((ask.args, ask.kwargs))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     devices = parallel.devices(shardings)
     collector = Collector(
-        roofline_of(ask.accelerator, cost), allow_offload, devices, partition, choice
+        roofline_of(ask.accelerator, cost), allow_offload, devices, partition, choice, scans
     )
     with context.instead(collector):
         program = ask.program()
@@ -265,7 +332,7 @@ def _built(
                 NoStackWarning,
             )
     if not regions:
-        raise ValueError(_nothing_to_plan(program))
+        raise NothingToPlan(_nothing_to_plan(program))
     stacked = sum(
         region.of_one_device(region.param_bytes * region.uses.times, devices) for region in regions
     )
@@ -322,16 +389,18 @@ def _built(
         layered = tuple(dataclasses.replace(one, kind=_BY_LAYER) for one in found)
         known = {one.picks: one for one in layered}
         whole = tuple(known.get(one.picks, one) for one in whole)
+    kept = [[_several(region.everything(several), region, devices)] for region in regions]
+    everything = others + pareto_front(kept, turn_bytes=ahead)[0].bytes
     front = thinned_front(whole, others)
     name = "local" if ask.accelerator is None else ask.accelerator.name
     problem = StepProblem(
-        program, regions, candidates, front, whole, layered, others, fixed, devices, name,
-        partition, choice or next(iter(collector.choices), None), tuple(collector.pipelines),
+        program, regions, candidates, front, whole, layered, others, fixed, everything, devices,
+        name, partition, choice or next(iter(collector.choices), None), tuple(collector.pipelines),
+        scans,
     )  # fmt: skip
-    if partition or choice is not None:
-        return problem, [], []
     least = round(_WORTH_SPLITTING * min(problem.predicted))
-    return problem, collector.splitting(least), collector.choices[1:]
+    axes = [] if partition else collector.splitting(least)
+    return problem, _Others(axes, collector.choices[1:], [*collector.other_scans])
 
 
 def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:

@@ -19,6 +19,7 @@ from jaxmem.policies.base import ByLayer as ByLayer
 from jaxmem.policies.base import PipelineChoice as PipelineChoice
 from jaxmem.policies.base import PipelineNote as PipelineNote
 from jaxmem.policies.base import Policy as Policy
+from jaxmem.policies.base import Scans as Scans
 from jaxmem.policies.for_layers import Dots as Dots
 from jaxmem.policies.for_layers import Either as Either
 from jaxmem.policies.for_layers import FromJax as FromJax

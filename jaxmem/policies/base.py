@@ -3,7 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+# Scans in a decorated function: each with a plan of its own; parts of the function's code, which
+# has the plan; or parts of it that compute each of their turns again.
+Scans = Literal["stacks", "parts", "checkpointed"]
 
 
 class Policy:
@@ -65,6 +69,15 @@ class ByLayer(Policy):
     """
 
     partition: str = ""
+
+    def scans_are(self, closed: Any, stacks: Sequence[Any]) -> Scans:
+        """What the scans in a decorated function are, to which it is applied.
+
+        Args:
+          closed: the function's jaxpr.
+          stacks: as `jaxmem.trace.find` found them in it.
+        """
+        return "stacks"
 
     def plan_for(self, stack: Any, layer: Any) -> Any:
         """The `Plan` of a stack, None for everything kept.

@@ -17,13 +17,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jaxmem import _jax, unrolled
+from jaxmem import _jax, policies, unrolled
 from jaxmem.errors import JaxmemWarning, NoStackWarning, check_positive, noting, warn
 from jaxmem.parallel.carries import Axes, SplitCarries, check_axes
 from jaxmem.plans.choose import choose, needs_sizes
 from jaxmem.plans.plan import Plan
-from jaxmem.policies import Auto, ByLayer, LayerPolicy, NoRemat, Policy, Sqrt
-from jaxmem.rewrite import check, streamed
+from jaxmem.policies import Auto, ByLayer, LayerPolicy, NoRemat, Policy, Scans, Sqrt
+from jaxmem.rewrite import around, check, streamed
 from jaxmem.solve.problem import Problem
 from jaxmem.stacked import Form
 from jaxmem.stacked.stack import Stack, native
@@ -197,6 +197,11 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
         return _replaced(closed, args, _chosen(found, choice, label), NoRemat(), found)
     check.gradients(found, label)
     chosen = _chosen(found, choice, label)
+    scans = _scans(closed, found, chosen, choice, label)
+    if scans == "checkpointed":
+        closed = _each_turn_again(closed, chosen)
+    if scans != "stacks":
+        chosen = []
     if choice.partition is not None and not chosen:
         check.partition(choice.partition, label)
     if keeps_all and not chosen:
@@ -218,7 +223,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
             outs = unrolled.run_region(casts.opened(closed), given, choice.policy, label)
             return _jax.made_by(closed, args, outs)
         why_uncut = ""
-        if isinstance(choice.policy, Sqrt) and not found.stacks:
+        if isinstance(choice.policy, Sqrt):
             try:
                 cut = unrolled.by_sqrt(casts.opened(closed), choice.policy)
             except NoReverseMode as error:
@@ -232,6 +237,32 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
         check.stack(info, eqn, choice.policy)
     check.twice(chosen)
     return _replaced(closed, args, chosen, choice.policy, found, choice.partition, proposed)
+
+
+def _scans(
+    closed: ClosedJaxpr,
+    found: find.Found,
+    chosen: Sequence[tuple[LayerStack, Any]],
+    choice: Choice,
+    label: str,
+) -> Scans:
+    """What the scans in a function are that a policy is for."""
+    if not chosen or choice.where is not None or choice.partition is not None:
+        return "stacks"
+    if any(_jax.is_planned(eqn) for _, eqn in found.stacks):
+        return "stacks"
+    if not isinstance(choice.policy, ByLayer):
+        around.warn_of_layers(closed, chosen, choice.policy, label)
+    elif _jax.can_be_recomputed(closed):
+        return choice.policy.scans_are(closed, chosen)
+    return "stacks"
+
+
+def _each_turn_again(closed: ClosedJaxpr, chosen: Sequence[tuple[LayerStack, Any]]) -> ClosedJaxpr:
+    """A function whose scans keep what each turn begins with, and compute the rest of it again."""
+    again = policies.full()
+    found = find.Found(list(chosen), 0, 0)
+    return _jax.trace(lambda *args: _replaced(closed, args, chosen, again, found), closed.in_avals)
 
 
 def _replaced(

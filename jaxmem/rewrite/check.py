@@ -119,7 +119,7 @@ def effect(policy: Policy | Plan) -> None:
 def twice(found: Sequence[tuple[LayerStack, Any]]) -> None:
     """Notes the stacks whose layers are checkpointed as they stand."""
     for info, eqn in found:
-        if _has_checkpoint(_jax.scan_parts(eqn).body):
+        if has_checkpoint(_jax.scan_parts(eqn).body):
             context.note_twice(info.source)
 
 
@@ -149,10 +149,11 @@ def _is_under(info: LayerStack, eqn: Any, policy: Policy | Plan) -> bool:
     return plan.kind == "full" and applied(*found) == (plan.layer, plan.carries == "host")
 
 
-def _has_checkpoint(body: ClosedJaxpr) -> bool:
+def has_checkpoint(body: ClosedJaxpr) -> bool:
+    """Whether anything in a layer is under `jax.checkpoint`."""
     return any(
         (_jax.checkpointed_by(eqn) is not None and not casts.is_recast(eqn))
-        or (_jax.is_jit(eqn) and _has_checkpoint(eqn.params["jaxpr"]))
+        or (_jax.is_jit(eqn) and has_checkpoint(eqn.params["jaxpr"]))
         for eqn in body.jaxpr.eqns
     )
 

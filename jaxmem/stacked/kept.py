@@ -35,7 +35,11 @@ def forward(form: Form, runs: Runs, args: Sequence[Any]) -> tuple[list[Any], Kep
     kept = []
     for count, indices, run in _placed(form, runs):
         if count == 1:
-            carry, y, tape = run.taped(consts, carry, form.read(_rows(xs, indices[0])))
+            x = form.read(_rows(xs, indices[0]))
+            if form.interleaved and run.has_loops:
+                carry, y, tape = run.tape(consts, carry, x, with_y=True, own_arrays=True)
+            else:
+                carry, y, tape = run.taped(consts, carry, x)
             y, tape = [leaf[None] for leaf in y], run.to_store(tape)
         else:
 

@@ -156,7 +156,8 @@ class Stack:
         if any(map(_jax.is_on_host, args)) or (self.is_partitioned and whole):
             with self.scope(layer, plan, args):
                 return self.streamed(layer, plan).split(args, tangents)
-        if plan.kind == "none":
+        # The loops in a piece of unrolled code have arrays of their own if jaxmem reverses them.
+        if plan.kind == "none" and not self.form.interleaved:
             with self.scope(layer, plan, args):
                 return self.derivative(self.run, layer.wrt, args, tangents)
         return Tangent(self.form, _by_rows(layer), plan).split(args, tangents)

@@ -112,7 +112,7 @@ def pull(
     xs = into.inputs(xs, state.xs, layer.wrt_x)
     ct_y = form.at(ct_ys, step)
     pullback = Layer.pullback
-    if form.interleaved and layer.recomputes:
+    if form.interleaved and (layer.recomputes or layer.has_loops):
         pullback = functools.partial(interleaved_pullback, waits=form.waits)
     g_consts, ct_carry, g_x = pullback(layer, consts, form.at(xs, step), tape, state.carry, ct_y)
     return Cotangents(

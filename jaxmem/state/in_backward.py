@@ -24,7 +24,6 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.accumulate import gathered, inplace
-from jaxmem.accumulate.devices import as_varying
 from jaxmem.stacked import Into
 from jaxmem.stacked.stack import Tangent
 from jaxmem.state import rows, stored
@@ -139,7 +138,7 @@ def run(task: Task) -> Done:
     given = [_jax.on_device(task.params[leaf]) for leaf in alone]
     value, pull, outs = jax.vjp(function, given, token, has_aux=True)
     seed, told, total = task.seed(outs)
-    seed = as_varying(seed.astype(value.dtype), _jax.varying(value))
+    seed = _jax.as_varying(seed.astype(value.dtype), _jax.varying(value))
     handover.begin(told, total)
     for number in range(update.passes):
         handover.start_pass(number)
@@ -413,7 +412,7 @@ def _typed_as(array: Any, var: Any) -> Any:
     """An array that differs from device to device wherever this variable does."""
     if stored.is_on_disk(array):
         return array
-    return as_varying(array, _jax.varying(var.aval))
+    return _jax.as_varying(array, _jax.varying(var.aval))
 
 
 class _Handover:

@@ -17,7 +17,6 @@ import optax
 from jax import lax
 
 from jaxmem import _jax
-from jaxmem.accumulate.devices import as_varying
 from jaxmem.accumulate.trees import described, difference, leaf_names
 from jaxmem.errors import check_flags, check_positive
 from jaxmem.state.signs import Exchanged, exchange, part_size, sent_error
@@ -372,7 +371,7 @@ class Core:
             index = lax.axis_index(self.axis)
         except NameError:
             return array
-        return as_varying(array, _jax.varying(index))
+        return _jax.as_varying(array, _jax.varying(index))
 
     def _check_state(self, updates: Any, state: Any) -> None:
         """Raises `ValueError` where a step cannot be taken."""

@@ -269,9 +269,18 @@ class Layer:
         return outs[: self.body.num_carry]
 
     def tape(
-        self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any], with_y: bool = False
+        self,
+        consts: Sequence[Any],
+        carry: Sequence[Any],
+        x: Sequence[Any],
+        with_y: bool = False,
+        own_arrays: bool = False,
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """(next carry, y if asked for, tape)."""
+        """(next carry, y if asked for, tape).
+
+        Args:
+          own_arrays: whether no loop is around the layer, see `jaxmem._jax.loops`.
+        """
         outvars = self.linearised.jaxpr.outvars
         num_carry, num_y = self.body.num_carry, self.body.num_y if with_y else 0
         wanted = [
@@ -280,7 +289,8 @@ class Layer:
         ]
         only = _jax.needed(self.linearised, wanted, keep_effects=True)
         flat = [*consts, *carry, *map(_jax.on_device, x)]
-        found = _jax.evaluate(self.linearised, flat, self._cast, only=only, outs=wanted)
+        special = _jax.with_own_arrays(self.linearised) if own_arrays else self._cast
+        found = _jax.evaluate(self.linearised, flat, special, only=only, outs=wanted)
         return found[:num_carry], found[num_carry:][:num_y], found[num_carry + num_y :]
 
     def to_store(self, tape: Sequence[Any]) -> list[Any]:
@@ -324,6 +334,11 @@ class Layer:
         cts = iter(cotangents)
         flat = [next(cts) if wrt else None for wrt in self.wrt.ins]
         return tuple([ct for ct in part if ct is not None] for part in self.body.split_in(flat))  # pyright: ignore[reportReturnType]
+
+    @functools.cached_property
+    def has_loops(self) -> bool:
+        """Whether scans are among its operations."""
+        return any(map(_jax.is_scan, (*self.linearised.jaxpr.eqns, *self.transposed.jaxpr.eqns)))
 
     # ------------------------------------------------------------ implementation
 

@@ -211,6 +211,11 @@ class Code:
         """What operations first..last-1 make and others, or the caller, read."""
         return [var for var in self.live[last] if first <= self._makers[var] < last]
 
+    def has_loops(self, first: int, last: int) -> bool:
+        """Whether scans through which gradients go are among operations first..last-1."""
+        scans = filter(_jax.is_scan, self.eqns[first:last])
+        return any(_jax.has_tangent(var.aval) for eqn in scans for var in eqn.outvars)
+
     def run(self, first: int, last: int, values: Sequence[Any]) -> list[Any]:
         """Evaluate a segment from what it `reads` to what it `gives`."""
         reads = self.reads(first, last)

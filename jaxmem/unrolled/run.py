@@ -121,7 +121,7 @@ def _function(code: Code, piece: Piece, waits: bool) -> Any:
     def as_it_stands(*given: Any) -> list[Any]:
         return code.run(piece.first, piece.last, given)
 
-    if piece.keep is None:
+    if piece.keep is None and not code.has_loops(piece.first, piece.last):
         return as_it_stands
     return _kept(code, piece, waits)
 
@@ -135,12 +135,11 @@ def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def _kept(code: Code, piece: Piece, waits: bool) -> Callable[..., list[Any]]:
-    """A piece of which single values are kept."""
+    """A piece of which single values are kept, or all, as a loop in it is jaxmem's to reverse."""
     body, first = code.body(piece.first, piece.last)
-    keep, offload = (
-        tuple(place + first - piece.first for place in places or ())
-        for places in (piece.keep, piece.offload)
-    )
+    shift = first - piece.first
+    keep = None if piece.keep is None else tuple(place + shift for place in piece.keep)
+    offload = tuple(place + shift for place in piece.offload)
 
     def run(*given: Any) -> list[Any]:
         form = Form(body, 1, interleaved=True, waits=waits)
@@ -156,12 +155,13 @@ class KeptSegment(Stack):
     """A stack of one layer that keeps what a piece says.
 
     Attributes:
-      keep, offload: the operations whose results are kept, and sent to the host.
+      keep, offload: the operations whose results are kept, and sent to the host; `keep` is None
+        for all that the backward pass reads.
       known: layers that were taken apart, by their body and what of it is differentiated; one
         for all segments of the code that are equal.
     """
 
-    keep: tuple[int, ...]
+    keep: tuple[int, ...] | None
     offload: tuple[int, ...]
     known: dict[Hashable, tuple[Any, Layer]]
 
@@ -176,6 +176,8 @@ class KeptSegment(Stack):
         return self.known[key][1]
 
     def plan(self, layer: Layer) -> Plan:
+        if self.keep is None:
+            return Plan.keep([(1, None)])
         policy = Keep(_places(layer, self.keep), _places(layer, self.offload))
         return Plan.keep([(1, policy)])
 

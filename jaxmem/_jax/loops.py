@@ -1,0 +1,85 @@
+"""Scans outside of loops, whose arrays are made where the scan runs.
+
+What a scan stacks is written into an array that jax makes of a constant, and a gradient that it
+adds up begins as one.  XLA for GPUs makes all that are of one type in one kernel, in front of the
+first loop that wants one: those of all layers that are written out would be held from there on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxmem._jax.evaluation import evaluate
+from jaxmem._jax.jaxprs import is_literal, is_scan, is_var, scan_parts
+from jaxmem._jax.types import Eqn, as_varying, filled_with, is_key, stacked, varying
+
+
+def with_own_arrays(closed: ClosedJaxpr) -> Callable[[Eqn, list[Any]], list[Any] | None]:
+    """For `evaluate`: scans of this jaxpr make the arrays that they fill, and nothing else does."""
+    filled = {
+        eqn.outvars[0]: eqn.invars[0].val
+        for eqn in closed.jaxpr.eqns
+        if eqn.primitive.name == "broadcast_in_dim" and is_literal(eqn.invars[0])
+    }
+
+    def special(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
+        if not is_scan(eqn):
+            return None
+        values = [filled.get(atom) if is_var(atom) else None for atom in eqn.invars]
+        return _scanned(eqn, operands, values)
+
+    return special
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _scanned(eqn: Eqn, operands: Sequence[Any], values: Sequence[Any]) -> list[Any] | None:
+    """The results of a scan.
+
+    Args:
+      values: of operands that are one number throughout, this; None for others.
+    """
+    scan = scan_parts(eqn)
+    first_x = scan.num_consts + scan.num_carry
+    rows = [stacked(aval, scan.length) for aval in scan.body.out_avals[scan.num_carry :]]
+    carried = range(scan.num_consts, first_x)
+    constant = [at for at in carried if values[at] is not None]
+    given = [at for at in range(len(operands)) if at not in constant]
+    if not (rows or constant) or not given or any(map(is_key, rows)):
+        return None
+    operands = list(operands)
+    # A number that is there only when the loop may begin.
+    kind = varying(operands[given[0]])
+    tied = [at for at in given if varying(operands[at]) == kind]
+    zero = as_varying(jax.numpy.int32(0), kind)
+    *fenced, zero = lax.optimization_barrier([*(operands[at] for at in tied), zero])
+    for at, value in zip(tied, fenced, strict=True):
+        operands[at] = value
+    for at in constant:
+        aval = eqn.invars[at].aval
+        operands[at] = filled_with(zero + values[at] if values[at] else zero, aval)
+    consts, carry, xs = (
+        operands[: scan.num_consts],
+        operands[scan.num_consts : first_x],
+        operands[first_x:],
+    )
+
+    def step(state: Any, x: Any) -> Any:
+        done, carry, arrays = state
+        outs = evaluate(scan.body, [*consts, *carry, *x])
+        at = scan.length - 1 - done if scan.reverse else done
+        arrays = [
+            lax.dynamic_update_index_in_dim(array, row, at, 0)
+            for array, row in zip(arrays, outs[scan.num_carry :], strict=True)
+        ]
+        return (done + 1, outs[: scan.num_carry], arrays), None
+
+    start = jax.numpy.int32(0), carry, [filled_with(zero, aval) for aval in rows]
+    (_, carry, arrays), _ = lax.scan(
+        step, start, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll
+    )
+    return [*carry, *arrays]
