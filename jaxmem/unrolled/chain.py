@@ -77,9 +77,10 @@ class Chain:
         for first, after in self._widths():
             span = self.cuts[first], self.cuts[after]
             if (key := code.equal(*span)) not in known:
-                # On TPUs, of which less is known, and in a hurry the menu has to do.
-                on_tpu = roofline.compiler.fuses_operands
-                thorough = after - first == len(self) and points and not on_tpu
+                # On TPUs, of which less is known, in a hurry, and with loops, where it was never
+                # worth its time, the menu has to do.
+                in_short = roofline.compiler.fuses_operands or not points or code.has_loops(*span)
+                thorough = after - first == len(self) and not in_short
                 looks = _LOOKS if thorough else 0
                 known[key] = segment_of(code.layer(*span), roofline, offload, points, looks)
                 self._begins[known[key]] = span[0]
