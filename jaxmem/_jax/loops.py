@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
@@ -22,7 +23,7 @@ def with_own_arrays(closed: ClosedJaxpr) -> Callable[[Eqn, list[Any]], list[Any]
     filled = {
         eqn.outvars[0]: eqn.invars[0].val
         for eqn in closed.jaxpr.eqns
-        if eqn.primitive.name == "broadcast_in_dim" and is_literal(eqn.invars[0])
+        if eqn.primitive.name == "broadcast_in_dim" and _is_number(eqn.invars[0])
     }
 
     def special(eqn: Eqn, operands: list[Any]) -> list[Any] | None:
@@ -35,6 +36,13 @@ def with_own_arrays(closed: ClosedJaxpr) -> Callable[[Eqn, list[Any]], list[Any]
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _is_number(atom: Any) -> bool:
+    """Whether an atom is a number that a sum with zero leaves as it is, as it does not −0."""
+    if not is_literal(atom) or np.iscomplexobj(atom.val):
+        return False
+    return not (np.equal(atom.val, 0) and np.signbit(atom.val))
 
 
 def _scanned(eqn: Eqn, operands: Sequence[Any], values: Sequence[Any]) -> list[Any] | None:
@@ -61,7 +69,7 @@ def _scanned(eqn: Eqn, operands: Sequence[Any], values: Sequence[Any]) -> list[A
         operands[at] = value
     for at in constant:
         aval = eqn.invars[at].aval
-        operands[at] = filled_with(zero + values[at] if values[at] else zero, aval)
+        operands[at] = filled_with(zero.astype(aval.dtype) + values[at], aval)
     consts, carry, xs = (
         operands[: scan.num_consts],
         operands[scan.num_consts : first_x],

@@ -109,6 +109,8 @@ def interleaved_pullback(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """As `Layer.pullback`; what is recomputed waits for the gradient that needs it.
 
+    So do the arrays that loops fill: each has its own (`jaxmem._jax.loops`).
+
     Args:
       waits: for those of the layer's results, too.
     """

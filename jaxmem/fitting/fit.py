@@ -63,7 +63,9 @@ def fit(
     which are recomputed, how stacks are cut.  The budget is for the whole device, and
     kept if the compiled program's `required_bytes` is within it.  The larger the budget, the
     faster the plan.  Regions that compute the same (one block, called again and again) have
-    the same plan: decorate what calls them to have each planned by itself.  In code without a scan
+    the same plan: decorate what calls them to have each planned by itself.  Scans inside of layers
+    that a Python loop calls (attention over chunks, recurrent layers) are planned both as stacks
+    and as parts of these layers, and the better plan is taken.  In code without a scan
     max-poolings are reversed, on GPUs, by kernels that need less than XLA's own: to the same
     numbers.
 

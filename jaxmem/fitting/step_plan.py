@@ -118,6 +118,9 @@ class StepPlan(Saved):
         lines = [f"{region.where}\n{region.plan}" for region in self.regions]
         if self.partition:
             lines.insert(0, f"Carries are stored split over the mesh axis {self.partition!r}")
+        if self.scans != "stacks":
+            again = ", each turn computed again" if self.scans == "checkpointed" else ""
+            lines.insert(0, f"Scans are parts of the layers around them{again}")
         if self.microbatches:
             lines.insert(0, f"{self.microbatches} microbatches in the pipeline, {self.schedule}")
         return "\n".join(lines)

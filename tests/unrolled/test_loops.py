@@ -36,7 +36,12 @@ def scans(x: jax.Array, reverse: bool, unroll: int, start: float) -> Any:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 5), st.booleans(), st.integers(1, 3), st.sampled_from([0.0, -jnp.inf, 0.5]))
+@given(
+    st.integers(1, 5),
+    st.booleans(),
+    st.integers(1, 3),
+    st.sampled_from([0.0, -0.0, -jnp.inf, 0.5]),
+)
 def test_loops_with_arrays_of_their_own_compute_the_same(
     length: int, reverse: bool, unroll: int, start: float
 ) -> None:
