@@ -1,8 +1,9 @@
 """Scans outside of loops, whose arrays are made where the scan runs.
 
 What a scan stacks is written into an array that jax makes of a constant, and a gradient that it
-adds up begins as one.  XLA for GPUs makes all that are of one type in one kernel, in front of the
-first loop that wants one: those of all layers that are written out would be held from there on.
+adds up begins as one.  XLA for GPUs, before jax 0.12, makes all that are of one type in one kernel,
+in front of the first loop that wants one: those of all layers that are written out would be held
+from there on.
 """
 
 from collections.abc import Callable, Sequence

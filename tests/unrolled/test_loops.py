@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.budgeted import problem, question
+from helpers.releases import SINCE_0_12
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -169,7 +170,7 @@ def around(ws: Any, h: Any, recomputed: Any = lambda layer: layer) -> jax.Array:
 
 
 def test_a_layer_that_is_recomputed_does_not_hold_the_arrays_of_the_others_loops() -> None:
-    """The compiler makes those of all loops at once where nothing is in their way."""
+    """Compilers before jax 0.12's make those of all at once where nothing is in their way."""
     args = shapes(4, 8, 1024, 64)
     by_jax = jaxmem.memory_report(
         update(lambda ws, h: around(ws, h, jax.checkpoint)), *args, **TARGET
@@ -178,7 +179,7 @@ def test_a_layer_that_is_recomputed_does_not_hold_the_arrays_of_the_others_loops
     found, ask = problem(step, *args, **TARGET), question(step, *args, **TARGET)
     leanest = len(found.front) - 1
     report = found.report(ask, leanest)
-    assert 3 * report.temp_bytes < by_jax.temp_bytes
+    assert (1 if SINCE_0_12 else 3) * report.temp_bytes < by_jax.temp_bytes
     assert found.predicted[leanest] == pytest.approx(report.required_bytes, rel=0.1)
 
 
