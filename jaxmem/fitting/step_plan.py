@@ -181,7 +181,8 @@ class Filled(ByLayer):
         return self.plan.partition
 
     def scans_are(self, closed: Any, stacks: Sequence[Any]) -> Scans:
-        return own_way(self.plan.scans, ways(closed, stacks))
+        wanted = self.plan.scans
+        return wanted if wanted == "stacks" else own_way(wanted, ways(closed, stacks))
 
     def pipeline(self, choices: Sequence[PipelineChoice]) -> PipelineChoice:
         """How the fit has a pipeline run that leaves it open.

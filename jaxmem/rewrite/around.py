@@ -45,8 +45,9 @@ def warn_of_layers(
     label: str,
 ) -> None:
     """Tell of what a policy for stacks leaves as it is around equal scans, if that is the most."""
-    bodies = {_jax.digest(_jax.scan_parts(eqn).body) for _, eqn in stacks}
-    if len(stacks) < 2 or len(bodies) > 1 or (share := _share(closed, stacks)) >= _MOST:
+    if len(stacks) < 2 or len({_jax.digest(_jax.scan_parts(eqn).body) for _, eqn in stacks}) > 1:
+        return
+    if (share := _share(closed, stacks)) >= _MOST:
         return
     longest = max(info.length for info, _ in stacks)
     warn(

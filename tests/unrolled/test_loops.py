@@ -1,5 +1,6 @@
 """Layers called one after the other, each with a scan inside."""
 
+import warnings
 from typing import Any
 
 import chex
@@ -189,3 +190,17 @@ def test_a_policy_for_equal_scans_inside_of_layers_tells_what_it_leaves() -> Non
         jax.grad(jaxmem.remat_full(model))(*args)
     with pytest.warns(jaxmem.NoStackWarning, match="pass min_length=5: then the policy is for"):
         jax.grad(jaxmem.remat_sqrt(model))(*args)
+
+
+def test_sqrt_cuts_layers_with_scans_inside_that_it_is_told_of() -> None:
+    args = arrays(6, 2, LENGTH, WIDTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = jax.grad(jaxmem.remat_sqrt(model, min_length=5))(*args)
+    chex.assert_trees_all_close(found, jax.grad(model)(*args), rtol=2e-5, atol=1e-6)
+    several = shapes(6, 8, 1024, 64)
+    plain, cut = (
+        jaxmem.memory_report(update(fn), *several, **TARGET).temp_bytes
+        for fn in (around, jaxmem.remat_sqrt(around, min_length=5))
+    )
+    assert 3 * cut < plain
