@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem._jax.evaluation import evaluate
 from jaxmem._jax.jaxprs import is_literal, is_scan, is_var, scan_parts
-from jaxmem._jax.types import Eqn, as_varying, filled_with, is_key, stacked, varying
+from jaxmem._jax.types import Eqn, as_varying, filled_with, is_key, stacked, varying, zeros_like
 
 
 def with_own_arrays(closed: ClosedJaxpr) -> Callable[[Eqn, list[Any]], list[Any] | None]:
@@ -36,7 +36,31 @@ def with_own_arrays(closed: ClosedJaxpr) -> Callable[[Eqn, list[Any]], list[Any]
     return special
 
 
+def zeros_behind(tree: Any) -> tuple[Callable[[Any], Any], Any]:
+    """(as `zeros_like`, of arrays that are made once those of a tree are there; the tree)."""
+    leaves, structure = jax.tree.flatten(tree)
+    kind = varying(leaves[0]) if leaves else frozenset()
+    tied = [at for at, leaf in enumerate(leaves) if varying(leaf) == kind]
+    if not tied:
+        return zeros_like, tree
+    fenced, zero = _fenced([leaves[at] for at in tied], kind)
+    for at, value in zip(tied, fenced, strict=True):
+        leaves[at] = value
+
+    def zeros(x: Any) -> Any:
+        aval = jax.typeof(x).to_ct_aval()
+        return filled_with(zero, aval) if kind <= varying(aval) else zeros_like(x)
+
+    return zeros, jax.tree.unflatten(structure, leaves)
+
+
 # ---------------------------------------------------------------- implementation
+
+
+def _fenced(values: Sequence[Any], kind: frozenset[str]) -> tuple[list[Any], Any]:
+    """(these, all of which vary along these mesh axes; zero, which is there only when they are)."""
+    *fenced, zero = lax.optimization_barrier([*values, as_varying(jax.numpy.int32(0), kind)])
+    return fenced, zero
 
 
 def _is_number(atom: Any) -> bool:
@@ -64,8 +88,7 @@ def _scanned(eqn: Eqn, operands: Sequence[Any], values: Sequence[Any]) -> list[A
     # A number that is there only when the loop may begin.
     kind = varying(operands[given[0]])
     tied = [at for at in given if varying(operands[at]) == kind]
-    zero = as_varying(jax.numpy.int32(0), kind)
-    *fenced, zero = lax.optimization_barrier([*(operands[at] for at in tied), zero])
+    fenced, zero = _fenced([operands[at] for at in tied], kind)
     for at, value in zip(tied, fenced, strict=True):
         operands[at] = value
     for at in constant:

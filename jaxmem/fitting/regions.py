@@ -106,6 +106,10 @@ class Region:
         """Of the results of the regions that this is, what `candidates` counts as kept."""
         return 0
 
+    def is_plain(self, candidate: Candidate) -> bool:
+        """Whether a candidate is a scan as jax itself reverses it."""
+        return False
+
     def plan(self, candidate: Candidate) -> RegionPlan:
         """A candidate as the plan that is applied."""
         raise NotImplementedError
@@ -170,6 +174,9 @@ class StackRegion(Region):
         if self.is_stage:
             return ()
         return tuple(revolved(*self._sizes, self.round_seconds))[::-1]
+
+    def is_plain(self, candidate: Candidate) -> bool:
+        return self._plan(candidate).kind == "none"
 
     def plan(self, candidate: Candidate) -> RegionPlan:
         return RegionPlan(self.digest, self.inputs, self.where, self._plan(candidate))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -357,9 +358,10 @@ def _built(
         (*first, *(one for one in more if one not in first))
         for first, more in zip(fastest, by_layer, strict=True)
     )
+    unmade = _unmade(regions, gradients, devices)
     options = [
-        [_several(candidate, region, devices) for candidate in own]
-        for region, own in zip(regions, candidates, strict=True)
+        [_several(candidate, region, devices, ahead) for candidate in own]
+        for region, own, ahead in zip(regions, candidates, unmade, strict=True)
     ]
     # Of regions that compute the same the copies are made one after the other.
     copies = sum(region.of_one_device(region.param_copies, devices) for region in regions)
@@ -420,12 +422,30 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     return Roofline(*speeds, flops_only=cost == "flops", compiler=compiler, link=known.link)
 
 
-def _several(candidate: Candidate, region: Region, devices: int) -> Candidate:
-    """A candidate for all regions that share it, one after the other, on one device."""
+def _unmade(regions: Sequence[Region], gradients: int, devices: int) -> list[int]:
+    """Of so many bytes of gradients, those that are made when each region has been reversed."""
+    own = [
+        region.of_one_device(region.param_bytes * region.uses.times, devices) for region in regions
+    ]
+    share = gradients / max(sum(own), 1)
+    return [int(share * size) for size in itertools.accumulate(own[:-1], initial=0)]
+
+
+def _several(
+    candidate: Candidate, region: Region, devices: int, unmade_bytes: int = 0
+) -> Candidate:
+    """A candidate for all regions that share it, one after the other, on one device.
+
+    Args:
+      unmade_bytes: of what is counted as if it were there all the time, what is made later than the
+        peak of this region.  Arrays that jax's own scans fill are made ahead for several of them.
+    """
     uses = region.uses
     size = candidate.bytes + uses.others * candidate.kept_bytes if uses.live else 0
+    if region.is_plain(candidate):
+        unmade_bytes = 0
     return Candidate(
-        bytes=region.of_one_device(size, devices),
+        bytes=region.of_one_device(size, devices) - unmade_bytes,
         kept_bytes=region.of_one_device(uses.live * candidate.kept_bytes, devices),
         seconds=uses.times * region.passes[1] * candidate.seconds,
     )

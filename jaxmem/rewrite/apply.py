@@ -291,7 +291,7 @@ def _replaced(
         if id(eqn) not in targets:
             return through(eqn, operands, targets, special)
         if not _jax.is_planned(eqn):
-            stack = as_stack(eqn, policy, targets[id(eqn)])
+            stack = as_stack(eqn, policy, targets[id(eqn)], is_one=len(chosen) == 1)
             if partition is not None:
                 return _run_partitioned(stack, partition, operands)
             if proposed and SplitCarries.can_split(stack.form.body, proposed):
@@ -365,11 +365,18 @@ def _chosen(found: find.Found, choice: Choice, label: str) -> list[tuple[LayerSt
     return picked
 
 
-def as_stack(eqn: Any, policy: Policy | Plan, info: LayerStack | None = None) -> Stack:
-    """A scan equation as a stack under this policy."""
+def as_stack(
+    eqn: Any, policy: Policy | Plan, info: LayerStack | None = None, is_one: bool = True
+) -> Stack:
+    """A scan equation as a stack under this policy.
+
+    Args:
+      is_one: whether it is the only one in its function.
+    """
     scan = _jax.scan_parts(eqn)
     body = Body(scan.body, scan.num_consts, scan.num_carry)
-    return Stack(Form(body, scan.length, scan.reverse, scan.unroll), policy, info)
+    form = Form(body, scan.length, scan.reverse, scan.unroll, own_arrays=not is_one)
+    return Stack(form, policy, info)
 
 
 def _run_partitioned(stack: Stack, axes: Axes, operands: list[Any]) -> list[Any]:

@@ -29,6 +29,8 @@ class Form:
       interleaved: whether what one layer recomputes waits, operation by operation, for the
         gradients that need it: a layer of many operations that is in no loop.
       waits: whether it waits for those of the layer's results as well.
+      own_arrays: whether the arrays that its gradients are written into are made only where the
+        backward pass begins: another loop's may be of the same types (`jaxmem._jax.loops`).
     """
 
     body: Body
@@ -37,6 +39,7 @@ class Form:
     unroll: Any = 1
     interleaved: bool = False
     waits: bool = True
+    own_arrays: bool = False
 
     def index(self, step: Any) -> Any:
         """Where in the stacked inputs the layer of this step of the computation is."""

@@ -73,7 +73,7 @@ def backward(
     into: Into = NOWHERE,
 ) -> Cotangents:
     """Cotangents of the operands; one of the final carry may be None for zero."""
-    state = start(runs[0][1], args, ct_carry, into)
+    state, ct_ys = start(form, runs[0][1], args, ct_carry, ct_ys, into)
     parts = list(zip(_placed(form, runs), kept, strict=True))
     for (count, indices, run), tapes in reversed(parts):
 

@@ -64,8 +64,8 @@ def backward(
     into: Into = NOWHERE,
 ) -> Cotangents:
     """Cotangents of the operands; one of the final carry may be None for zero."""
+    state, ct_ys = start(form, layer, args, ct_carry, ct_ys, into)
     descent = _Descent(form, layer, args, ct_ys, into)
-    state = start(layer, args, ct_carry, into)
     return descent.segments(0, form.length, tuple(lengths), kept, state)
 
 

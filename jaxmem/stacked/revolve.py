@@ -78,7 +78,7 @@ def backward(
     table = schedule(form.length, slots)
     held = np.asarray(table.held, np.int32)
     restart = np.asarray(table.restart, np.int32)
-    state = start(layer, args, ct_carry, into)
+    state, ct_ys = start(form, layer, args, ct_carry, ct_ys, into)
     todo = form.length
 
     # The last layer and all others are pulled alike: under a jit that is traced and lowered

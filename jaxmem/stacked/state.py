@@ -80,21 +80,38 @@ NOWHERE = Into()
 
 
 def start(
-    layer: Layer, args: Sequence[Any], ct_carry: Sequence[Any], into: Into = NOWHERE
-) -> Cotangents:
-    """The state before the last layer; a cotangent of the carry may be None for zero."""
+    form: Form,
+    layer: Layer,
+    args: Sequence[Any],
+    ct_carry: Sequence[Any],
+    ct_ys: Sequence[Any],
+    into: Into = NOWHERE,
+) -> tuple[Cotangents, Sequence[Any]]:
+    """The state before the last layer, and the cotangents of ys as they are to be read.
+
+    A cotangent of the carry may be None for zero.
+    """
     consts, init, xs = layer.body.split_in(args)
-    return Cotangents(
-        [_jax.zeros_like(c) for c in _only(consts, layer.wrt_consts)],
+    zeros = _jax.zeros_like
+    if form.own_arrays:
+        zeros, (ct_carry, ct_ys) = _jax.zeros_behind((ct_carry, ct_ys))
+    state = Cotangents(
+        [zeros(c) for c in _only(consts, layer.wrt_consts)],
         [
-            _jax.zeros_like(c) if ct is None else ct
+            zeros(c) if ct is None else ct
             for c, ct in zip(_only(init, layer.wrt_carry), ct_carry, strict=True)
         ],
         [
-            into.held[number] if number in into.held else _rows_for(x)
+            # In the memory where it is; on the host all is written.
+            into.held[number]
+            if number in into.held
+            else _jax.unfilled_like(x)
+            if _jax.is_on_host(x)
+            else zeros(x)
             for number, x in enumerate(_only(xs, layer.wrt_x))
         ],
     )
+    return state, ct_ys
 
 
 def pull(
@@ -148,11 +165,6 @@ def store(kept: Sequence[Any], carry: Sequence[Any], slot: Any, when: Any = True
 def load(kept: Sequence[Any], slot: Any) -> list[Any]:
     """The carry in a slot."""
     return [lax.dynamic_index_in_dim(rows, slot, keepdims=False) for rows in kept]
-
-
-def _rows_for(x: Any) -> Any:
-    """Room for the gradients of a stacked input, in the memory where it is; all is written."""
-    return _jax.unfilled_like(x) if _jax.is_on_host(x) else _jax.zeros_like(x)
 
 
 def _only(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
