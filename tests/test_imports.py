@@ -47,6 +47,7 @@ jaxmem.fit, jaxmem.memory_report, jaxmem.AdamA
     assert not modules & {"flax.nnx", "scipy", "tqdm", "matplotlib"}
 
 
+@pytest.mark.slow
 def test_nnx_may_come_after_the_decorator():
     code = """
 import jax.numpy as jnp, sys, jaxmem
@@ -86,6 +87,7 @@ except SystemExit:
     assert not modules & {"jax", "jaxlib", "numpy", "flax", "scipy", "rich", "tqdm", "matplotlib"}
 
 
+@pytest.mark.slow
 def test_an_export_is_never_replaced_by_the_module_of_its_name():
     """In either order: the modules first, and the names first."""
     root = pathlib.Path(jaxmem.__file__).parent

@@ -412,6 +412,7 @@ def running_mean() -> np.ndarray:
     return mean.mean(0)
 
 
+@pytest.mark.slow
 def test_a_module_over_devices() -> None:
     """Batch statistics are the mean over the devices, each of which saw its own rows."""
     mesh = mesh_of(DATA)

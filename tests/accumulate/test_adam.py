@@ -115,6 +115,7 @@ def linear(w: jax.Array, batch: Any) -> Weighted:
     return Weighted((batch["x"] @ w * batch["weight"]).sum(), batch["weight"].sum())
 
 
+@pytest.mark.slow
 @TINY
 @given(
     rows=st.integers(1, 12),

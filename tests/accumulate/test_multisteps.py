@@ -91,6 +91,7 @@ def zeros(shapes: Any) -> Any:
 # stands around it: with its optimisations on, the root mean square in adafactor is
 # one unit in the last place apart in the two programs.  Without them every
 # operation is the same in both.
+@pytest.mark.slow
 @TINY
 @given(
     params=TREES.map(zeros),

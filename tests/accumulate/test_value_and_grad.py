@@ -267,6 +267,7 @@ def test_nan_of_the_inputs_is_not_hidden() -> None:
         assert np.isnan(gradient["kernel"]).any()
 
 
+@pytest.mark.slow
 def test_a_batch_without_weight_is_zeros_and_says_so() -> None:
     weighed = functools.cache(functools.partial(ours_of, return_weight=True))
 
@@ -345,6 +346,7 @@ def test_a_ragged_remainder_is_exact(m: int) -> None:
         near(jax.jit(jaxmem.value_and_grad(fun, microbatches=m))(W, BATCH), whole(fun)(W, BATCH))
 
 
+@pytest.mark.slow
 def test_argnums_are_as_in_jax() -> None:
     def loss(w: jax.Array, x: jax.Array, v: Any, shared: jax.Array) -> jax.Array:
         return (jnp.tanh(x @ w) * v["v"] * shared).mean()
@@ -412,6 +414,7 @@ def test_what_is_no_batch_goes_through_untouched() -> None:
     near(ours, jax.value_and_grad(loss)(W, batch, options))
 
 
+@pytest.mark.slow
 def test_the_dtypes_of_gradients() -> None:
     w = {
         "low": jnp.ones(F, jnp.bfloat16),

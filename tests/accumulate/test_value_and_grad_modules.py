@@ -44,6 +44,7 @@ class Normalised(nn.Module):
         return nn.Dense(4)(nn.Dropout(0.5, deterministic=False)(jnp.tanh(x)))
 
 
+@pytest.mark.slow
 def test_batch_statistics_of_linen_are_those_of_a_loop() -> None:
     model, key = Normalised(), jax.random.key(7)
     variables = jax.jit(model.init)({"params": key, "dropout": key}, X)
@@ -102,6 +103,7 @@ def state(model: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_one_microbatch_of_a_module_is_that_of_nnx() -> None:
     mine, theirs = Net(), Net()
     ours = jaxmem.value_and_grad(net_loss, microbatches=1)(mine, BATCH)
@@ -330,6 +332,7 @@ def test_it_can_be_differentiated_again(fun: Callable[..., Any]) -> None:
     near(forward(jaxmem.value_and_grad(fun, microbatches=4)), forward(whole(fun)), 2e-5)
 
 
+@pytest.mark.slow
 def test_vmap_over_the_whole() -> None:
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, leaf - 1]), W)
     batches = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1] + 1, leaf]), BATCH)

@@ -112,6 +112,7 @@ def test_a_job_that_cannot_be_had_says_why(where: str, message: str):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_job_is_found_by_module_file_and_default_name(tmp_path: Path):
     file = tmp_path / "my_job.py"
     text = Path(TRAINING).read_text()
@@ -163,6 +164,7 @@ def test_json_is_the_report():
     assert report.arguments == same.arguments
 
 
+@pytest.mark.slow
 def test_json_stands_alone_whatever_the_job_prints(tmp_path: Path):
     noisy = tmp_path / "noisy.py"
     noisy.write_text(
@@ -187,6 +189,7 @@ def test_json_stands_alone_whatever_the_job_prints(tmp_path: Path):
     assert "warning: a warning of two lines\n" in result.stderr
 
 
+@pytest.mark.slow
 def test_several_targets_at_once(tmp_path: Path):
     picture = tmp_path / "live.svg"
     result = run(
@@ -201,6 +204,7 @@ def test_several_targets_at_once(tmp_path: Path):
         assert (tmp_path / f"live-{name}.svg").read_text().lstrip().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_machine_code_is_generated_if_it_is_asked_for():
     """Then the compiler's own peak is known; no other figure changes."""
     words = "report", f"{LIGHT}:job", "--target", "h100-80g", "--json"
@@ -313,6 +317,7 @@ def test_an_error_after_the_json_leaves_one_document(
     assert "no space left" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_policy_goes_to_the_stacks_or_to_the_job():
     def needs(name: str, policy: str) -> int:
         return json.loads(in_json(f"{TRAINING}:{name}", "--policy", policy))["temp_bytes"]
@@ -403,6 +408,7 @@ def test_a_plot_that_cannot_be_written_is_an_error_before_anything_is_compiled(
     assert ("docx" if "docx" in name else "there is no folder") in result.stderr
 
 
+@pytest.mark.slow
 def test_colours_in_a_terminal():
     """Through a pseudoterminal; the verdict stands in the first line in any case."""
     words = ["report", f"{LIGHT}:job", "--no-suggest"]
@@ -499,6 +505,7 @@ def test_cache_shows_and_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "0 results, 0 B" in run("cache", "show").stdout
 
 
+@pytest.mark.slow
 def test_verify_without_an_accelerator():
     result = run("verify", f"{TRAINING}:job", "--json")
     assert result.exit_code == 1

@@ -38,6 +38,7 @@ def needs(*words: str) -> int:
 # ---------------------------------------------------------------- fit
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_its_plan_is_saved_and_applied(tmp_path: Path):
     file = tmp_path / "plan.json"
     budget = (needs("--policy", "none") + needs("--policy", "full")) // 2
@@ -55,6 +56,7 @@ def test_a_budget_is_kept_and_its_plan_is_saved_and_applied(tmp_path: Path):
     assert f"{file} was made for local: on h100-80g it may need more" in elsewhere.stderr
 
 
+@pytest.mark.slow
 def test_json_stands_alone_and_holds_all(tmp_path: Path):
     words = ("fit", MODEL, "--budget", "300KiB", "--json", "--set", "layers=4")
     result = run(*words, "--explain", "--save", str(tmp_path / "plan.json"))
@@ -75,6 +77,7 @@ def test_json_stands_alone_and_holds_all(tmp_path: Path):
         assert job.report(suggest=False).required_bytes == report.required_bytes
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_ends_with_2_and_says_why(tmp_path: Path):
     file = tmp_path / "plan.json"
     result = run("fit", JOB, "--budget", "1KiB", "--save", str(file))
@@ -92,6 +95,7 @@ def test_what_does_not_fit_ends_with_2_and_says_why(tmp_path: Path):
     assert data["error"] in result.stderr
 
 
+@pytest.mark.slow
 def test_explain_says_what_becomes_of_each_value():
     result = run("fit", MODEL, "--budget", "400KiB", "--set", "batch=128", "--explain")
     assert result.exit_code == 0, result.stderr
@@ -202,6 +206,7 @@ def test_a_plan_without_a_stack_is_spoken_of(tmp_path: Path):
     assert "the plan does nothing: no layer stack in the step is decorated" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own(tmp_path: Path):
     """Progress and warnings on standard error, the result alone on standard output."""
     result = subprocess.run(
@@ -215,6 +220,7 @@ def test_a_process_of_its_own(tmp_path: Path):
     assert "fit: plan 1 of " in result.stderr
 
 
+@pytest.mark.slow
 def test_a_bar_in_a_terminal():
     """First for planning, which takes half a minute where code without a scan is long."""
     words = [sys.executable, "-m", "jaxmem", "fit", JOB, "--budget", "1GiB"]

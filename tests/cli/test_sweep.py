@@ -154,6 +154,7 @@ def test_a_file_system_without_locks_is_said_and_no_other_sweep(
 # ---------------------------------------------------------------- the sweep
 
 
+@pytest.mark.slow
 def test_every_combination_is_a_row(tmp_path: Path):
     out = tmp_path / "deep" / "sweep.csv"
     words = ["--policies", "none,sqrt:segments=2", "--batch", "32,64", "--accum", "2"]
@@ -270,6 +271,7 @@ def test_one_row_that_fails_leaves_the_others(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", QUICK)
     out = tmp_path / "sweep.csv"
@@ -320,6 +322,7 @@ runpy.run_module("jaxmem", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_compilers(tmp_path: Path):
     (tmp_path / "long.py").write_text(_LONG)
     words = ["sweep", "long.py:job", "--targets", "h100-80g", "--out", "sweep.csv"]
@@ -396,6 +399,7 @@ def test_the_policy_goes_to_a_job_that_takes_one():
         assert len(one.key("local")) == len(KEY) == len(key_of({}))
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path: Path):
     words = ["--targets", "h100-80g,v5e-16g", "--policies", "none,full", "--batch", "32,64"]
     pictures = ["--heatmap", str(tmp_path / "heat.png"), "--plot", str(tmp_path / "front.svg")]
@@ -421,6 +425,7 @@ def test_pictures_that_cannot_be_written_are_refused_before_anything_is_compiled
         assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_progress_bar_in_a_terminal(tmp_path: Path):
     (tmp_path / "mine.py").write_text(_EDITABLE)
     words = ["sweep", "mine:job", "--out", "sweep.csv", "--json"]

@@ -194,6 +194,7 @@ def test_gradients_are_those_of_the_layer(shape: str) -> None:
 # ---------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 def test_what_waits_is_not_live_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are kept, and norms between them recomputed: each in its turn, one at a time."""
 

@@ -303,15 +303,14 @@ def test_stacks_hold_rounded_what_only_products_read_on_a_tpu() -> None:
 @pytest.mark.parametrize(
     ("model", "place"),
     [
-        *itertools.product(["matrix_chain", "fused_tpu"], [0.2, 0.6, 1.0]),
+        *itertools.product(["matrix_chain"], [0.2, 0.6, 1.0]),
+        ("fused_tpu", 0.6),
         ("experts", 0.2),  # whose residuals are laid out anew in their loop
         ("towers", 0.51),  # where products read copies of what is recomputed from, one of each
     ],
 )
 def test_programs_for_a_tpu_are_predicted(model: str, place: float) -> None:
-    # What a hand-written kernel is given, in its own order of axes, is not in predictions.
-    bound = 0.2 if (model, place) == ("fused_tpu", 1.0) else 0.15
-    assert abs(off_of(*for_a_tpu(model), place)) < bound
+    assert abs(off_of(*for_a_tpu(model), place)) < 0.15
 
 
 def off_of(found: StepProblem, ask: CompileRequest, place: float) -> float:

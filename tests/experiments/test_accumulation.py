@@ -52,6 +52,7 @@ def check_what_is_exact(form: Form, rows: Sequence[Row]) -> None:
     assert wrong == WRONG.get(form.name, set())
 
 
+@pytest.mark.slow
 def test_a_refusal_is_shown_with_what_was_said(made: tuple[list[Row], Path]) -> None:
     judged = [row for row in made[0] if row.question == exactness.GRADIENT]
     (row,) = [row for row in judged if (row.form, row.case) == (forms.BY_HAND.name, "13 rows in 4")]

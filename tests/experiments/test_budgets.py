@@ -33,6 +33,7 @@ def again(monkeypatch: pytest.MonkeyPatch, main: Callable[[Any], Any], options: 
     return main(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -158,6 +159,7 @@ def filled(net: Net) -> Any:
     return jax.tree_util.tree_map_with_path(one, nets.job(net).args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_values_and_gradients_are_the_same_however_it_is_cut(name: str) -> None:
     net = SMALL[name]()

@@ -32,6 +32,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tuned"),
     [

@@ -87,6 +87,7 @@ def test_every_model_has_a_front_that_falls(model: str) -> None:
     assert [again.plan(k) for k in range(3)] == [found.plan(k) for k in range(3)]
 
 
+@pytest.mark.slow
 def test_the_gradient_of_each_model_is_the_same_under_a_plan() -> None:
     """On the CPU, with numbers: those models that are quick there."""
     for model, sizes in {
@@ -170,6 +171,7 @@ def test_models_with_kernels_are_asked_for_on_their_platform_alone(tmp_path: Pat
 # ---------------------------------------------------------------- the experiment
 
 
+@pytest.mark.slow
 def test_the_experiment_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def _of(rows: list[Row], *kinds: str) -> list[Row]:
     return [row for row in rows if row.kind in kinds]
 
 
+@pytest.mark.slow
 def test_each_kind_has_its_rows(made: tuple[list[Row], Path]):
     rows, folder = made
     assert {row.kind for row in rows} == {HAND, POLICY, *PEERS, FIT, FRONTIER}

@@ -19,6 +19,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Path]:
     return long_sequence.main(Options(small=True, results=folder)), folder
 
 
+@pytest.mark.slow
 def test_plans_evaluate_what_their_formulas_say(made: tuple[list[Row], Path]):
     rows, _ = made
     assert {row.kind for row in rows} == {"none", "sqrt", "levels", "revolve", "equinox"}

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import mixed_precision
+import pytest
 from mixed_precision import Options
 
 
+@pytest.mark.slow
 def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     rows = mixed_precision.main(Options(results=tmp_path, small=True))
     ideal, ahead, late = rows

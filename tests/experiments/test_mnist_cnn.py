@@ -25,6 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Need], list[Tra
     return *mnist_cnn.main(Options(small=True, results=folder)), folder
 
 
+@pytest.mark.slow
 def test_the_same_is_learnt_under_every_policy(made: tuple[list[Need], list[Trained], Path]):
     _, trained, _ = made
     assert [row.policy for row in trained] == ["none", "sqrt", "fit"]

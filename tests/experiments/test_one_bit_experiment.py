@@ -28,6 +28,7 @@ def test_losses_are_compared_with_those_of_the_same_seed() -> None:
     assert "| 1-bit Adam            |              2.5100 |              +0.0100 |" in summary(rows)
 
 
+@pytest.mark.slow
 def test_the_table_is_written_and_a_second_run_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pipeline
+import pytest
 from pipeline import Depth, Options
 
 
+@pytest.mark.slow
 def test_schedules_of_a_small_pipeline(tmp_path: Path) -> None:
     options = Options(results=tmp_path, small=True, microbatches=(4,))
     rows, deepest = pipeline.main(options)

@@ -88,6 +88,7 @@ def filled(shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, shapes)
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_the_same_however_it_is_cut() -> None:
     sizes = {"batch": 2, "size": 16, "width": 2}
     job = deep_models.imagenet_resnet((3,), (1,), "none", **sizes)

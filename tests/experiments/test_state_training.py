@@ -59,6 +59,7 @@ def test_what_is_not_reached_is_said() -> None:
     assert "2.5200 |          +0.0200 |              +0.0200 |" in summary(rows)
 
 
+@pytest.mark.slow
 def test_the_smallest_form_of_the_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,6 +155,7 @@ BITS = {"state": "8bit", "fused": True, "width": 32}  # whose stacks have 4096 n
 KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "more", "signals"),
     [
@@ -193,6 +194,7 @@ def test_killed_and_interrupted_it_gives_the_numbers_of_an_unbroken_run(
     assert last["loss"] < first["loss"] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -367,6 +369,7 @@ def means_of_the_first_batch() -> tuple[float, float]:
     return totals.sum() / weights.sum(), (totals / weights).mean()
 
 
+@pytest.mark.slow
 def test_without_accumulation_the_step_is_the_plain_one_bit_for_bit() -> None:
     config = Config(layers=2, width=16, heads=2, sequence=16, batch=4, steps=4)
     loss = functools.partial(model.loss, config, config.remat)
@@ -392,6 +395,7 @@ def test_without_accumulation_the_step_is_the_plain_one_bit_for_bit() -> None:
 # ---------------------------------------------------------------- optimizers and their state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "close"),
     [

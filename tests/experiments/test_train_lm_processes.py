@@ -155,6 +155,7 @@ def test_a_process_for_each_stage(folder: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(*both, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "by", "said"),
     [
@@ -275,6 +276,7 @@ def slurm(number: int, job: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_process_that_never_starts_is_waited_for_no_longer_than_asked(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -375,6 +377,7 @@ def test_a_mesh_that_cannot_be_is_told_with_the_remedy(options: dict[str, Any], 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_mesh_for_other_devices_than_there_are_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         train_lm.main(Config(mesh="data=2,fsdp=2"))

@@ -8,6 +8,7 @@ import zero_memory
 from zero_memory import Options, Row, answer, draw, main, summary
 
 
+@pytest.mark.slow
 def test_the_smallest_form_and_that_it_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def request() -> CompileRequest:
     return CompileRequest(step, (params, x), {}, "h100-80g", 0, (), None, 900.0, True)
 
 
+@pytest.mark.slow
 def test_scores_are_written_over_only_where_gpus_do_that() -> None:
     """Plans that keep what attention returns need room for the softmax and its gradient at once."""
     ask = request()

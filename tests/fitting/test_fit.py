@@ -130,6 +130,7 @@ def extra(fitted: jaxmem.Fitted) -> float:
 # ---------------------------------------------------------------- what is guaranteed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budgets", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_budgets_are_kept_and_larger_ones_are_never_slower(budgets: int) -> None:
     least, most = least_and_most()
@@ -184,6 +185,7 @@ print(fit(step, *specs(), budget="4MiB", max_compiles=1).plan.to_json())
 """
 
 
+@pytest.mark.slow
 def test_deterministic_in_this_process_and_in_a_fresh_one() -> None:
     first, again = (fit(step, *specs(), budget="4MiB").plan for _ in range(2))
     assert first == again
@@ -580,6 +582,7 @@ UNROLLED_PLAN = """{"jaxmem_step_plan": 2, "target": "", "versions": [["jax", "1
 {"first": 4, "last": 9}]}}}]}"""
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(derandomize=True, max_examples=150)
 def test_damaged_plans_are_refused_and_nothing_else_happens(data: st.DataObject) -> None:
@@ -658,6 +661,7 @@ def test_one_stack_called_twice_is_one_plan() -> None:
     assert "2 such stacks" in str(fitted.explain())
 
 
+@pytest.mark.slow
 def test_a_stack_in_a_stack() -> None:
     def nested(mark: Any) -> Any:
         def block(h: Any, p: Any) -> Any:
@@ -797,6 +801,7 @@ def test_an_interrupt_while_waiting_ends_the_compilers(monkeypatch: pytest.Monke
     assert caught.traceback  # a debugger holds what was under way
 
 
+@pytest.mark.slow
 def test_what_will_be_asked_next_is_compiled_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     least, most = (front().predicted[k] for k in (-1, 0))
     options: dict[str, Any] = {"target": "h100-80g", "cost": "flops"}
@@ -835,6 +840,7 @@ def test_what_is_left_of_the_compiles_is_spent_on_finer_plans(
     assert unused < 0.02 * (budget - fixed) or "compiles allowed" not in str(fitted.explain())
 
 
+@pytest.mark.slow
 def test_the_search_ends_when_its_time_is_over_and_a_plan_fits() -> None:
     least, most = least_and_most()
     shares = (place / 8 for place in range(1, 8))

@@ -169,6 +169,7 @@ def test_what_is_reduced_over_devices_is_dearer_to_recompute() -> None:
     assert down.seconds > 1.5 * up.seconds
 
 
+@pytest.mark.slow
 def test_fit_keeps_a_budget_of_one_device_and_tells_of_its_shapes() -> None:
     mesh = mesh_of("auto")
     step, args = gradient("auto", mesh), arguments(mesh)

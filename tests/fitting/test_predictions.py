@@ -87,6 +87,7 @@ def attending(ws: Any, h: jax.Array) -> jax.Array:
     return h + read.reshape(16, 512, 512) @ ws[1]
 
 
+@pytest.mark.slow
 def test_parts_of_a_product_are_not_kept_where_products_read_copies_of_them() -> None:
     """They would be in memory next to the product, and next to the copies for a while."""
     shapes = ((512, 3 * 512), (512, 512))

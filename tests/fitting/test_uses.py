@@ -184,6 +184,7 @@ def test_a_stack_that_is_differentiated_in_two_ways() -> None:
     assert jaxmem.fit(step, ws, h, **options).report.required_bytes <= 2**21
 
 
+@pytest.mark.slow
 def test_scans_inside_of_layers_are_planned_with_what_is_around_them() -> None:
     """Of layers that are called one after another; as stacks of their own they would not do."""
 

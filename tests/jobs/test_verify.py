@@ -135,6 +135,7 @@ def test_shardings_over_absent_devices_become_those_over_attached_ones():
         measure.made(jax.ShapeDtypeStruct((1024,), "float32", sharding=large))
 
 
+@pytest.mark.slow
 def test_the_executable_comes_from_the_cache(tmp_path: Path):
     """So that nothing which the compiler tries out is in the measured peak."""
     settings = tmp_path / "settings.json"
@@ -186,6 +187,7 @@ def test_errors_of_the_job_come_back(tmp_path: Path, where: str, settings: dict,
         ask({"what": "run", **asked}, tmp_path, 300.0)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_is_an_error(tmp_path: Path):
     killed = tmp_path / "killed.py"
     killed.write_text("import os, signal\nprint('last words', flush=True)\n")

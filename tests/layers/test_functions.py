@@ -73,6 +73,7 @@ def with_odd_ones(x: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- bits
 
 
+@pytest.mark.slow
 @given(
     shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     bits=st.sampled_from([1, 2, 4]),
@@ -175,6 +176,7 @@ def test_how_far_the_approximations_are(
             assert squares(at, steps.weights) > least
 
 
+@pytest.mark.slow
 def test_float64() -> None:
     with jax.enable_x64():
         x = numbers((4, 8), "float64")

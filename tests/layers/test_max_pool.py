@@ -57,6 +57,7 @@ def test_values_and_gradients_are_those_of_flax(how: Any, dtype: str) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     lengths=st.tuples(st.integers(1, 6), st.integers(1, 6)),
@@ -78,6 +79,7 @@ def test_windows_of_any_kind(lengths: Any, window: Any, strides: Any, padding: A
         chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_under_vmap_and_forward_mode_and_in_second_order() -> None:
     x, how = drawn((2, 4, 6, 3)) + jnp.cos(jnp.arange(144.0)).reshape(2, 4, 6, 3), HOWS[0]
     for through in (

@@ -422,6 +422,7 @@ def test_what_is_returned_as_well_stays() -> None:
 BITS = "regelu2", "keep"
 
 
+@pytest.mark.slow
 def test_fit_keeps_two_bits_where_it_pays() -> None:
     @jaxmem.remat_auto
     @jaxmem.low_memory

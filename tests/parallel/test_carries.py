@@ -94,6 +94,7 @@ def test_fit_plans_with_split_carries() -> None:
     assert fitted.report.required_bytes <= budget < report("full").required_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     SINCE_0_11,
     reason="Shardy splits another axis of a residual there, and its gradient is predicted whole",
@@ -154,6 +155,7 @@ print("the same")
 """
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_one_device() -> None:
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     done = subprocess.run(

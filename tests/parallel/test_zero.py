@@ -460,6 +460,7 @@ def test_on_explicit_axes_they_are_hardly_more(stage: int, way: Any) -> None:
         assert sent(found, kind) == pytest.approx(sent(auto, kind), abs=0.07)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100-80g", "v5e-16g"])
 def test_state_in_8_bits_is_split_with_its_scales(target: str) -> None:
     found = reported(target, 3, fused, jaxmem.quantize_state(optax.adamw(1e-3)))

@@ -121,6 +121,7 @@ def check(model: Model, rows: int, stages: int, **options: Any) -> None:
 FLAGS = ("tied", "counts", "masked", "auxiliary", "reverse", "weighted")
 
 
+@pytest.mark.slow
 @given(
     layers=st.integers(4, 7),
     flags=st.sets(st.sampled_from(FLAGS)),
@@ -268,6 +269,7 @@ class Encoder(nn.Module):
         return nn.Dense(2)(stack()(nn.Dense(WIDTH)(x), train)[0])
 
 
+@pytest.mark.slow
 def test_linen_with_dropout() -> None:
     """Keys are those of `jaxmem.value_and_grad` with the same microbatches, over data axes too."""
     x, key = normal(5, 8, 3), jax.random.key(1)

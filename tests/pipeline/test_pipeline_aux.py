@@ -133,6 +133,7 @@ def check(model: Model, rows: int, m: int, mesh: Any, **options: Any) -> None:
 FLAGS = ("before", "inside", "after", "weighted", "reverse")
 
 
+@pytest.mark.slow
 @given(
     layers=st.integers(4, 6),
     flags=st.sets(st.sampled_from(FLAGS)),
@@ -219,6 +220,7 @@ class Encoder(nn.Module):
         return nn.BatchNorm(use_running_average=False)(stack()(x)[0])
 
 
+@pytest.mark.slow
 def test_batch_statistics_of_linen() -> None:
     """Before the layers, in them and after them; also where the layers have a policy already."""
     x = normal(5, 9, WIDTH)

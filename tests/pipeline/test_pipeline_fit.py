@@ -81,6 +81,7 @@ def test_larger_budgets_have_faster_steps_and_all_are_kept() -> None:
     assert seconds[0] > seconds[-1]
 
 
+@pytest.mark.slow
 def test_the_step_under_its_plan_has_the_same_numbers(tmp_path: Path) -> None:
     mesh = here()
     step, of = step_on(mesh, **AUTO), types(mesh)
@@ -125,6 +126,7 @@ def test_without_a_plan_there_are_about_four_microbatches_for_each_stage() -> No
     assert chunks.schedules[0].name == "interleaved"
 
 
+@pytest.mark.slow
 def test_plans_of_other_steps_are_refused() -> None:
     mesh = here()
     step, of = step_on(mesh, **AUTO), types(mesh)
@@ -179,6 +181,7 @@ def test_rows_that_interleaved_stages_cannot_take() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_batch_that_no_number_divides_is_planned() -> None:
     """Microbatches of two sizes are two loops over ticks, each with a region of its own."""
     mesh = here()
@@ -189,6 +192,7 @@ def test_a_batch_that_no_number_divides_is_planned() -> None:
     assert len(fitted.plan.regions) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_open", [True, False])
 def test_what_helps_a_pipelined_step_that_does_not_fit(is_open: bool) -> None:
     mesh = here()

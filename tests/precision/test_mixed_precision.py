@@ -160,6 +160,7 @@ def test_fit_plans_layers_that_cast(outside: bool):
     assert fitted.report.required_bytes <= budget
 
 
+@pytest.mark.slow
 def test_vmap_and_forward_mode():
     mixed = mixed_precision(scanned)
     each = jax.vmap(jax.value_and_grad(mixed), (None, 0))(PARAMS, jnp.stack([X, X * 2]))
@@ -267,6 +268,7 @@ def of_linen(module: nn.Module) -> tuple[Any, Any, Any]:
     return value, gradients, state
 
 
+@pytest.mark.slow
 def test_linen_classes_instances_and_methods():
     plain = of_linen(Encoder())
     expected = of_linen(mixed_precision(Encoder)())
@@ -488,6 +490,7 @@ def attention(params: Any, x: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(h * 5)
 
 
+@pytest.mark.slow
 def test_reductions_in_float32():
     params, x = normal(0, N, D, D), normal(1, B, D) * 8
     exact = attention(params, x)

@@ -400,6 +400,7 @@ def test_a_defect_of_the_compiler_is_avoided_and_told_of():
         jaxmem.memory_report(attention, *args, **asked)
 
 
+@pytest.mark.slow
 def test_where_transfers_are_overlapped_at_the_cost_of_what_offload_saves_the_remedy_saves_it():
     batch, length, width, layers = 32, 1024, 1024, 16
 

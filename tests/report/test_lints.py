@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from helpers.releases import SINCE_0_11
 from helpers.xla_flags import quick
 
@@ -144,6 +145,7 @@ def test_convolutions_without_cudnn():
     assert "cudnn-missing" not in lints(jax.grad(scanned), *ARGS)
 
 
+@pytest.mark.slow
 def test_padding():
     def narrow(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda c, _: (jnp.sin(c), c), x, None, length=64)[1]

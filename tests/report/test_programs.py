@@ -378,6 +378,7 @@ def test_programs_of_other_experiments() -> None:
     assert jax.eval_shape(plain.step, *plain.args) == jax.eval_shape(less.step, *less.args)
 
 
+@pytest.mark.slow
 def test_donation_is_worth_the_state() -> None:
     kept, donated = (
         programs.mlp(layers=2, donate=donate).report(
@@ -407,6 +408,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_predictions_without_a_gpu_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

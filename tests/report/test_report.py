@@ -105,6 +105,7 @@ def test_temporaries_are_those_of_the_compiled_program():
     assert report.peak_bytes == compiled.peak_memory_in_bytes
 
 
+@pytest.mark.slow
 def test_a_program_out_of_jax_own_compilation_cache_is_reported_in_full():
     """Such a program has no texts; those of conftest's cache are shared with the other tests."""
 

@@ -757,6 +757,7 @@ def _of_keys(fn: Callable[..., Any]) -> Any:
     return jax.jit(jax.value_and_grad(fn))(*KEYED, jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decorate", [jaxmem.remat_sqrt, jaxmem.remat_revolve, jaxmem.remat_full])
 @pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
 def test_random_keys_are_not_used_twice_by_recomputation(decorate):

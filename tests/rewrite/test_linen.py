@@ -197,6 +197,7 @@ def test_decorated_class_trains_bitwise_equal(policy):
     assert_same_model(Encoder(block=Block), decorated, train=True, mode="b", mask=None)
 
 
+@pytest.mark.slow
 def test_initial_values_are_the_same():
     assert_same_init(Encoder(block=Block), under(Encoder)(block=Block))
     assert_same_init(Setup(), under(Setup, "revolve")())
@@ -254,6 +255,7 @@ def test_eager_calls_and_vmap():
     )
 
 
+@pytest.mark.slow
 def test_methods_other_than_call():
     decorated = under(Setup, methods=("encode", "__call__"))
     assert_same_model(Setup(), decorated())

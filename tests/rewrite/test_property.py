@@ -119,6 +119,7 @@ def cases(draw: Any) -> Any:
 # ---------------------------------------------------------------- the property
 
 
+@pytest.mark.slow
 @settings(
     max_examples=30,
     derandomize=True,

@@ -103,6 +103,7 @@ RUNS: dict[str, Callable[[policies.Keep], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["sown", "backwards"])
 def test_runs_of_layers(model: str) -> None:
     """Each layer meets its own parameters and ys, whatever runs the plan has."""
@@ -115,6 +116,7 @@ def test_runs_of_layers(model: str) -> None:
         assert_same(under(plan, step)(at.params, at.inputs), expected)
 
 
+@pytest.mark.slow
 def test_a_segment_whose_layers_keep_some_values() -> None:
     at = MODELS["tuple_carry"].make(N)
     step = differentiate(jaxmem.remat_auto(at.loss))
@@ -237,6 +239,7 @@ class Encoder(nn.Module):
         return nn.Dense(3)(scan()(nn.Dense(5)(x), None)[0])
 
 
+@pytest.mark.slow
 def test_linen() -> None:
     x = jnp.linspace(-1.0, 1.0, 24).reshape(6, 4)
     # Of each operation for itself, most of the time would be compiling.

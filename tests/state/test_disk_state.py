@@ -98,6 +98,7 @@ def test_the_numbers_are_those_of_the_optimizer_on_the_device(
     assert ours.steps() == (2, 3)
 
 
+@pytest.mark.slow
 def test_a_run_can_go_from_one_way_to_the_other_and_without_jit(
     tmp_path: Path, closed: list[Any]
 ) -> None:

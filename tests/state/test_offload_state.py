@@ -184,6 +184,7 @@ def test_the_host_holds_the_state_once_and_the_device_none_of_it(target: str) ->
     assert host < 2.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_with_all_on_the_host_the_device_does_not_grow_with_depth(target: str) -> None:
     (once, host), (twice, _) = (

@@ -45,6 +45,7 @@ def whole_on(mesh: Any, array: jax.Array) -> jax.Array:
     return jax.reshard(array, jax.sharding.NamedSharding(mesh, places))
 
 
+@pytest.mark.slow
 def test_a_reshard_that_leaves_rows_whole_is_done_to_rows() -> None:
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((2,), ("data",), axis_types=explicit, devices=jax.devices()[:2])
@@ -402,6 +403,7 @@ STEPS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=25)
 @given(
     shape=st.permutations(SIZES),

@@ -142,6 +142,7 @@ def test_numbers_among_parameters() -> None:
 # ---------------------------------------------------------------- microbatches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "optimizer"),
     [

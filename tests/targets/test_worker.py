@@ -302,6 +302,7 @@ def test_donation_lets_a_tpu_program_fit():
     assert compiled("v5e-16g", lambda x: x + 1, x, donate=(0,)).too_large_bytes is None
 
 
+@pytest.mark.slow
 def test_tpu_kernel_too_large_for_the_chip():
     from jax.experimental import pallas as pl
 
@@ -474,6 +475,7 @@ def test_worker_killed_while_compiling():
     assert targets.compile_for(target, small("gpu")).stats
 
 
+@pytest.mark.slow
 def test_two_compilations_at_once_and_one_that_nobody_wants():
     target = targets.target("h100-80g")
     expected = targets.compile_for(target, small("gpu")).stats
@@ -499,6 +501,7 @@ def test_a_worker_that_dies_has_answered():
     assert not busy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h100-80g", "v5e-16g"])
 def test_timeout(name):
     target = targets.target(name)
@@ -566,6 +569,7 @@ def test_no_room_for_files(mine, monkeypatch):
 # ---------------------------------------------------------------- several at once
 
 
+@pytest.mark.slow
 def test_threads_get_workers_of_their_own():
     names = ["h100-80g", "v5e-16g", "v4-32g"]
     rows = [targets.target(name) for name in names]
@@ -590,6 +594,7 @@ def test_warm_up_does_not_wait_and_is_used(mine):
     assert not os.path.exists(started.folder)
 
 
+@pytest.mark.slow
 def test_close_ends_workers_that_are_at_work(mine):
     target = targets.target("v5e-16g")
     with ThreadPoolExecutor(1) as threads:
@@ -653,6 +658,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], int]:
     return said.splitlines(), one.returncode
 
 
+@pytest.mark.slow
 def test_two_processes_compile_at_once(process):
     assert process[0][0] == str(W_BYTES + X_BYTES)
 

@@ -239,6 +239,7 @@ def test_ten_eager_calls_and_their_gradients_are_one_trace(decorator):
     chex.assert_trees_all_close(mapped, jax.vmap(fn, in_axes=(None, 0))(weights, h))
 
 
+@pytest.mark.slow
 def test_what_decides_a_trace_makes_another():
     counter, fn = counted()
     weights, h = eager_arguments()
@@ -285,6 +286,7 @@ def test_objects_that_may_change_are_no_key():
         chex.assert_trees_all_close(decorated(*arguments, scale), fn(*arguments, scale))
 
 
+@pytest.mark.slow
 def test_tracers_that_a_function_closes_over_are_not_kept():
     weights, h = eager_arguments()
     seen: dict[str, jax.Array] = {}
@@ -357,6 +359,7 @@ def test_a_jitted_function_inside_is_traced_once():
     assert counter.traces == 1
 
 
+@pytest.mark.slow
 def test_eager_calls_of_modules_are_traced_once():
     traces = []
 

@@ -61,6 +61,7 @@ def test_numbers_that_are_the_same_in_all_layers_stay_in_them() -> None:
     assert code.numbers(run.first, run.after) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_takes_a_layer_apart_once_and_changes_no_value(
     name: str, monkeypatch: pytest.MonkeyPatch

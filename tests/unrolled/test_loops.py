@@ -37,6 +37,7 @@ def scans(x: jax.Array, reverse: bool, unroll: int, start: float) -> Any:
     return outs, counted
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 5),
@@ -100,6 +101,7 @@ def shapes(layers: int, batch: int, length: int, width: int) -> Any:
     return jax.eval_shape(lambda: arrays(layers, batch, length, width))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [attention, recurrent])
 def test_each_way_to_take_scans_computes_the_same(inner: Any) -> None:
     def loss(ws: Any, h: Any) -> Any:
@@ -118,9 +120,10 @@ def test_each_way_to_take_scans_computes_the_same(inner: Any) -> None:
         for place in {places[-1], places[len(places) // 2]}:
             plan = jaxmem.StepPlan.from_json(found.plan(place).to_json())
             with jaxmem.use_plan(plan):
-                chex.assert_trees_all_close(jax.jit(step)(*args), wanted, rtol=2e-5, atol=1e-6)
+                chex.assert_trees_all_close(jax.jit(step)(*args), wanted, rtol=2e-5, atol=5e-4)
 
 
+@pytest.mark.slow
 def test_plans_of_code_with_scans_are_mapped_and_sharded() -> None:
     ws, h = arrays(3, 2, LENGTH, WIDTH)
     several = jnp.stack([h, 2 * h])
@@ -143,7 +146,7 @@ def test_plans_of_code_with_scans_are_mapped_and_sharded() -> None:
             if found.variants[one.variant].scans == "parts"
         ]
         with jaxmem.use_plan(found.plan(of_code[-1])):
-            chex.assert_trees_all_close(jax.jit(run)(ws, several), wanted, rtol=2e-5, atol=1e-6)
+            chex.assert_trees_all_close(jax.jit(run)(ws, several), wanted, rtol=2e-5, atol=5e-4)
 
 
 def test_a_plan_from_before_scans_could_be_parts_is_read() -> None:
@@ -170,6 +173,7 @@ def around(ws: Any, h: Any, recomputed: Any = lambda layer: layer) -> jax.Array:
     return jnp.square(h).sum()
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_recomputed_does_not_hold_the_arrays_of_the_others_loops() -> None:
     """Compilers before jax 0.12's make those of all at once where nothing is in their way."""
     args = shapes(4, 8, 1024, 64)
@@ -192,6 +196,7 @@ def test_a_policy_for_equal_scans_inside_of_layers_tells_what_it_leaves() -> Non
         jax.grad(jaxmem.remat_sqrt(model))(*args)
 
 
+@pytest.mark.slow
 def test_sqrt_cuts_layers_with_scans_inside_that_it_is_told_of() -> None:
     args = arrays(6, 2, LENGTH, WIDTH)
     with warnings.catch_warnings():

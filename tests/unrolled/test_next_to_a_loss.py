@@ -56,6 +56,7 @@ def waiting(plan):
     return dataclasses.replace(plan, regions=(dataclasses.replace(region, plan=kept),))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_logits_is_no_array():
     args = shapes(4096, 32768)
     problem = problem_of(step, *args, target="v5e-16g")
@@ -83,11 +84,13 @@ def test_labels_pick_from_logits_in_float32_where_the_loss_is_wanted(derivative)
     assert abs((problem.predicted[least] - fixed) / report.temp_bytes - 1) < 0.15
 
 
+@pytest.mark.slow
 def test_on_gpus_all_waits():
     problem = problem_of(step, *shapes(512, 512), target="h100-80g")
     assert all(waits(problem.plan(place)) for place in range(len(problem.front)))
 
 
+@pytest.mark.slow
 def test_numbers_are_the_same():
     problem = problem_of(step, *shapes(64, 128, 32), target="v5e-16g")
     args = jax.tree.map(

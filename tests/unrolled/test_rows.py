@@ -34,6 +34,7 @@ def planned(batch: int):
     return problem(step, *args, target="v5e-16g"), question(step, *args, target="v5e-16g")
 
 
+@pytest.mark.slow
 def test_no_barrier_has_a_copy_of_its_own(monkeypatch):
     found, ask = planned(65536)
     middle = len(found.front) // 2
@@ -47,6 +48,7 @@ def test_no_barrier_has_a_copy_of_its_own(monkeypatch):
     assert (-0.3 if SINCE_0_11 else -0.02) < off < 0.02
 
 
+@pytest.mark.slow
 def test_a_step_under_its_plan_is_exported_as_ever():
     found, _ = planned(1024)
     step, args = gradient(1024)

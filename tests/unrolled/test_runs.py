@@ -193,6 +193,7 @@ def with_a_loss(model: Callable[..., Any], layers: int) -> tuple[StepProblem, Co
     return problem(step, *specs, target=TARGET), question(step, *specs, target=TARGET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_layers_are_planned_once(model: str) -> None:
     few, many = (Chain(code(model, layers), H100, points=0) for layers in (4, 8))
@@ -214,6 +215,7 @@ def test_plans_name_layers() -> None:
 # ---------------------------------------------------------------- numbers and bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -318,6 +320,7 @@ def test_layers_that_hold_the_same_are_traced_once() -> None:
     assert (count >= 5, own) == (True, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "held", [jvp_rule, vjp_rule, package_rule, callback, inner_constant], ids=lambda f: f.__name__
 )

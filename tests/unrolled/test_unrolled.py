@@ -30,6 +30,7 @@ from helpers.unrolled_code import (
     residual,
     tied,
 )
+from helpers.xla_flags import QUICK_GPU
 from jax import lax
 
 import jaxmem
@@ -134,6 +135,7 @@ def plain(shape: str) -> Any:
     return exact_jit(jax.value_and_grad(SHAPES[shape], (0, 1)))(*arrays())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_along_the_front(shape: str) -> None:
     args = arrays()
@@ -375,6 +377,7 @@ def alike(calls: Any) -> tuple[StepProblem, CompileRequest]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
 @pytest.mark.parametrize(
     "calls",
@@ -399,6 +402,7 @@ def test_of_several_alike_each_can_be_recomputed_whole(calls: Any) -> None:
         assert below * size < predicted < 1.1 * size
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxmem.NoStackWarning")
 def test_of_several_that_differ_each_can_be_recomputed_whole() -> None:
     widths = 64, 80, 96, 80, 64
@@ -456,6 +460,7 @@ def mapped(block: Any) -> Any:
     return lambda ws, hs: jax.vmap(loss, in_axes=(None, 0))(ws, hs).mean()
 
 
+@pytest.mark.slow
 def test_code_that_is_mapped_is_planned_for_all_its_rows() -> None:
     found, _ = alike(mapped)
     assert found.predicted == alike(in_a_loop)[0].predicted
@@ -472,6 +477,7 @@ def test_code_that_is_mapped_is_planned_for_all_its_rows() -> None:
         jax.jit(per_row)(args[0], args[1][:3])
 
 
+@pytest.mark.slow
 def test_explain_tells_of_calls_that_share_a_plan() -> None:
     _, ask = alike(in_a_loop)
     options: Any = {"target": "h100-80g", "max_compiles": 1, "progress": False}
@@ -654,6 +660,7 @@ def test_a_hundred_megabytes_of_values_fit_twenty(fn: Any) -> None:
     assert by_root.temp_bytes <= max(22 * MB, bare.temp_bytes / 4)
 
 
+@pytest.mark.slow
 def test_gradients_of_what_passes_by_are_cut_out_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all of a concatenation's gradient waits for its part to be wanted."""
     job = MODELS["unet"](levels=2)
@@ -695,7 +702,13 @@ def test_gradients_of_biases_are_summed_early(monkeypatch: pytest.MonkeyPatch) -
     net = NETS["BERT"](layers=2, width=512, batch=16, length=256, words=8000)
     job = training.job(net, jaxmem.remat_auto)
     found = problem(job.step, *job.args, target="h100-80g", donate=job.donate_argnums, cost="flops")
-    ask = question(job.step, *job.args, target="h100-80g", donate=job.donate_argnums)
+    ask = question(
+        job.step,
+        *job.args,
+        target="h100-80g",
+        donate=job.donate_argnums,
+        options=QUICK_GPU,
+    )
     place = len(found.front) - 1
     early = found.report(ask, place)
     monkeypatch.setattr(unrolled_run, "_SUMS", float("inf"))
@@ -704,6 +717,7 @@ def test_gradients_of_biases_are_summed_early(monkeypatch: pytest.MonkeyPatch) -
     assert early.matmul_flops == late.matmul_flops
 
 
+@pytest.mark.slow
 def test_small_parameters_that_are_not_trained_get_no_gradient() -> None:
     """Though those that are trained have theirs made with that of the stream."""
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import pytest
 from helpers import encoder_decoder
 from helpers.budgeted import problem, question
+from helpers.xla_flags import QUICK_GPU
 
 import jaxmem
 from jaxmem.fitting.compile_request import CompileRequest
@@ -95,6 +97,7 @@ def planned() -> tuple[StepProblem, CompileRequest]:
     return problem(step, *specs, **options), question(step, *specs, **options)
 
 
+@pytest.mark.slow
 def test_what_layers_recomputed_whole_need_is_predicted() -> None:
     """With every layer recomputed, also where other plans are predicted to need less."""
     found, ask = planned()
@@ -131,14 +134,14 @@ def test_no_more_is_needed_than_with_a_checkpoint_around_each_layer() -> None:
     """But for 1 %: gradients of what the first and the last layers share are summed up later."""
     specs = encoder_decoder.specs()
     by_hand = encoder_decoder.step(lambda f: f, jax.checkpoint)
-    own = jaxmem.memory_report(by_hand, *specs, target=TARGET, donate_argnums=0)
+    options: Any = {"target": TARGET, "donate_argnums": 0, "compiler_options": QUICK_GPU}
+    own = jaxmem.memory_report(by_hand, *specs, **options)
     fitted = jaxmem.fit(
         encoder_decoder.step(jaxmem.remat_auto),
         *specs,
         budget=round(1.01 * own.required_bytes),
-        target=TARGET,
-        donate_argnums=0,
         progress=False,
+        **options,
     )
     assert fitted.report.matmul_flops is not None
     assert own.matmul_flops is not None
