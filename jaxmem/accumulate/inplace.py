@@ -123,7 +123,6 @@ def evaluate(
         if places is None:
             return through(eqn, operands, stacked.at, special)
         own = {place: held[number] for place, number in places.items()}
-        scope: Any = contextlib.nullcontext
         # Of arrays on the host, jax would keep rows on the device, and of shards copies.
         in_shards = any(isinstance(rows, Shards) for rows in own.values())
         if in_shards or any(map(_jax.is_on_host, operands)):
@@ -131,11 +130,11 @@ def evaluate(
             linear = gathered.gathering(linear, shards.gathered(own))
             shards.check_rows(own)
         else:
-            linear = _schedule(eqn, stacked.wanted[id(eqn)])
-        if isinstance(linear, Form):
-            outs, own, factor = _scan(linear, operands, own, factor, add)
-        else:
-            with scope(operands):
+            linear, scope = _schedule(eqn, stacked.wanted[id(eqn)])
+        with scope(operands):
+            if isinstance(linear, Form):
+                outs, own, factor = _scan(linear, operands, own, factor, add)
+            else:
                 outs, own, factor = _stack(linear, operands, own, factor, add, gradients)
         held.update({number: own[place] for place, number in places.items()})
         return outs
@@ -144,9 +143,13 @@ def evaluate(
     return outs, held, factor
 
 
+# What has to be open where a scan runs, given its operands.
+Scope = Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]]
+
+
 def reversed_by(
     eqn: Any, wanted: Sequence[bool], looks_into_checkpoints: bool = False
-) -> tuple[Tangent, Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]]]:
+) -> tuple[Tangent, Scope]:
     """A scan, under a policy or not, by a schedule that reads and writes single rows.
 
     Args:
@@ -245,19 +248,22 @@ def _form(eqn: Any) -> Form:
     )
 
 
-def _schedule(eqn: Any, wanted: Sequence[bool]) -> Tangent | Form:
+def _schedule(eqn: Any, wanted: Sequence[bool]) -> tuple[Tangent | Form, Scope]:
     """A stack's own schedule; a form for what runs as an ordinary scan."""
     if not _jax.is_stack(eqn):
-        return _form(eqn)
+        return _form(eqn), contextlib.nullcontext
     stack: Stack = eqn.params["stack"]
     linear = stack.linear(wanted)
     note_plan(stack.policy, linear.plan)
+    # How often a stage runs its pipeline says, and not the program that it is found in.
+    own = functools.partial(stack.scope, linear.layer, linear.plan)
+    scope = contextlib.nullcontext if stack.is_stage else own
     if linear.plan.kind == "none":
-        return stack.form
+        return stack.form, scope
     if stack.is_stage and linear.plan == Plan.full(linear.plan.length):
         # Fewer copies of a layer's parameters are made where its loop is in another one.
-        return stack.checkpointed(linear.plan)
-    return linear
+        return stack.checkpointed(linear.plan), scope
+    return linear, scope
 
 
 # ---------------------------------------------------------------- an ordinary scan

@@ -119,7 +119,8 @@ class Collector(ByLayer):
 
     def turn(self, closed: Any) -> Turn:
         """Where the step turns from the forward to the backward pass of its regions."""
-        return turn_of(closed, self._regions, self.roofline)
+        # That of a pipeline over its ticks is counted apart.
+        return turn_of(closed, self._regions, self.roofline, in_loops=not self.pipelines)
 
     def splitting(self, least: int) -> list[str]:
         """Mesh axes that would spare each device so many bytes, were all carries kept split."""

@@ -60,6 +60,7 @@ class StepProblem:
       choice: how its pipelines run that leave it open; None if there are none.
       pipelines: what was noted of its pipelines.
       scans: what scans are that can be taken for something else than stacks.
+      in_loop: whether its gradient is taken in a loop, as over microbatches.
       variants: the same step with carries split over other axes, with its pipelines run in
         other ways, or with scans as parts of the code around them, by `StepCandidate.variant`, this
         one first; none if there is no other.
@@ -80,6 +81,7 @@ class StepProblem:
     choice: PipelineChoice | None = None
     pipelines: tuple[PipelineNote, ...] = ()
     scans: Scans = "stacks"
+    in_loop: bool = False
     variants: "tuple[StepProblem, ...]" = ()
 
     @property
@@ -250,8 +252,10 @@ def _merged(variants: Sequence[StepProblem]) -> StepProblem:
             plain[number] = plain[0] + _turns_again(first, own)
         elif own.choice == first.choice:
             plain[number] = max(plain[number], plain[0])  # that carries are split is not faster
-    # With everything kept it is the same program, of which more is seen where all is looked at.
-    everything = max(own.everything for own in variants if own.scans == "parts" or own is first)
+    # With everything kept it is the same program, of which more is seen where all is looked at; but
+    # in a loop gradients are added to sums otherwise.
+    same = [own for own in variants if own is first or (own.scans == "parts" and not own.in_loop)]
+    everything = max(own.everything for own in same)
 
     def of(number: int, one: StepCandidate) -> StepCandidate:
         own = variants[number]
@@ -337,17 +341,19 @@ def _built(
     stacked = sum(
         region.of_one_device(region.param_bytes * region.uses.times, devices) for region in regions
     )
-    fixed, gradients = _others(program, step, stacked)
-    several = sum(region.uses.times for region in regions) > 1
     turn = collector.turn(step)
+    fixed, gradients = _others(program, step, stacked + turn.summed_bytes)
+    several = sum(region.uses.times for region in regions) > 1
     # The region that is reversed first has the loss next to what it keeps.
     last = turn.bytes * devices // regions[-1].of_one_device(devices, devices)
     turns = [*[0] * (len(regions) - 1), last]
     in_products = collector.roofline.compiler.fuses_operands
     if in_products and turn.bytes and isinstance(regions[-1], UnrolledRegion):
         regions[-1].waits = regions[-1].uses.times > 1  # then a copy of it may come behind it
+    # Sums over microbatches are there from the turn before.
+    made_here = 0 if turn.in_loop else gradients
     fastest = [
-        region.candidates(several, min(gradients, region.param_bytes), turn_bytes)
+        region.candidates(several, min(made_here, region.param_bytes), turn_bytes)
         for region, turn_bytes in zip(regions, turns, strict=True)
     ]
     by_layer = [
@@ -358,7 +364,7 @@ def _built(
         (*first, *(one for one in more if one not in first))
         for first, more in zip(fastest, by_layer, strict=True)
     )
-    unmade = _unmade(regions, gradients, devices)
+    unmade = _unmade(regions, made_here, devices)
     options = [
         [_several(candidate, region, devices, ahead) for candidate in own]
         for region, own, ahead in zip(regions, candidates, unmade, strict=True)
@@ -378,7 +384,7 @@ def _built(
     )
     counted = several and isinstance(regions[-1], UnrolledRegion)  # what the last one gives
     # Stacks of gradients are made when the backward pass comes to their loops.
-    ahead = turn.bytes - counted * turn.given_bytes - gradients - turn.waiting_bytes
+    ahead = turn.bytes - counted * turn.given_bytes - made_here - turn.waiting_bytes
     whole = pareto_front(options, turn_bytes=ahead, places=[range(len(own)) for own in fastest])
     layered: tuple[StepCandidate, ...] = ()
     if any(by_layer):
@@ -398,7 +404,7 @@ def _built(
     problem = StepProblem(
         program, regions, candidates, front, whole, layered, others, fixed, everything, devices,
         name, partition, choice or next(iter(collector.choices), None), tuple(collector.pipelines),
-        scans,
+        scans, turn.in_loop,
     )  # fmt: skip
     least = round(_WORTH_SPLITTING * min(problem.predicted))
     axes = [] if partition else collector.splitting(least)

@@ -39,18 +39,29 @@ class Turn:
     given_bytes: int = 0
     passing: Mapping[Hashable, int] = dataclasses.field(default_factory=dict)
     waiting_bytes: int = 0
+    in_loop: bool = False
+    summed_bytes: int = 0
 
 
-def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roofline) -> Turn:
-    """Where a step turns; nothing where there is no such place, as in a loop over microbatches.
+def turn_of(
+    closed: ClosedJaxpr,
+    regions: Mapping[str, Hashable],
+    roofline: Roofline,
+    in_loops: bool = True,
+) -> Turn:
+    """Where a step turns, if there is such a place.
+
+    In a loop over microbatches that is in each turn of the loop.
 
     Args:
       closed: the jaxpr of a step.
       regions: what stands in the scope of each name; equal where it is alike.
+      in_loops: whether to look into a loop that has both passes.
     """
     jaxpr = closed.jaxpr
     way: Way = None
     passing: collections.Counter[Hashable] = collections.Counter()
+    summed: int | None = None
     while True:
         ways = [_ways(eqn, regions, way) for eqn in jaxpr.eqns]
         both = [at for at, found in enumerate(ways) if len(found) == 2]
@@ -62,17 +73,20 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
         at = again[0] if reversed_there else both[-1]
         eqn = jaxpr.eqns[at]
         inner = [sub.jaxpr for sub in _jax.all_subjaxprs(eqn)]
-        if _jax.is_scan(eqn) or len(inner) != 1:
+        if len(inner) != 1 or (_jax.is_scan(eqn) and not in_loops):
             return Turn()
+        if _jax.is_scan(eqn):
+            summed = (summed or 0) + _summed_bytes(jaxpr, eqn)
         passing += passing_bytes(jaxpr, at, at if reversed_there else at + 1, regions)
         jaxpr, way = inner[0], way_of(str(eqn.source_info.name_stack), way)
     back = next((at for at, found in enumerate(ways) if "back" in found), None)
     there = next((at for at in range(back or 0)[::-1] if "there" in ways[at]), None)
+    in_loop: Any = {"in_loop": summed is not None, "summed_bytes": summed or 0}
     if back is None or there is None:
-        return Turn(passing=passing)
+        return Turn(passing=passing, **in_loop)
     passing += passing_bytes(jaxpr, there + 1, back, regions)
     if back == there + 1:
-        return Turn(passing=passing)
+        return Turn(passing=passing, **in_loop)
     before = {var for eqn in jaxpr.eqns[: there + 1] for var in eqn.outvars}
     between, called = _jax.flattened(jaxpr.eqns[there + 1 : back])
     later = {a for eqn in jaxpr.eqns[back:] for a in eqn.invars if _jax.is_var(a)}
@@ -90,10 +104,28 @@ def turn_of(closed: ClosedJaxpr, regions: Mapping[str, Hashable], roofline: Roof
         compiler=roofline.compiler,
     )
     given_bytes = sum(nbytes(var.aval) for var in held)
-    return Turn(peak, given_bytes, passing, _waiting(between, results, roofline.compiler))
+    waiting = _waiting(between, results, roofline.compiler)
+    return Turn(peak, given_bytes, passing, waiting, **in_loop)
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _summed_bytes(jaxpr: Any, eqn: Any) -> int:
+    """Bytes of what a loop carries that is neither given to the program nor summed row by row.
+
+    What a scan in the loop adds to, row by row, is counted as the gradient of a stack.
+    """
+    scan = _jax.scan_parts(eqn)
+    body = scan.body.jaxpr
+    inits = eqn.invars[scan.num_consts : scan.num_consts + scan.num_carry]
+    given = {*jaxpr.invars, *jaxpr.constvars}
+    by_rows = {var for one in body.eqns if _jax.is_scan(one) for var in one.outvars}
+    return sum(
+        nbytes(init.aval)
+        for init, out in zip(inits, body.outvars[: scan.num_carry], strict=True)
+        if not (_jax.is_var(init) and init in given) and not (_jax.is_var(out) and out in by_rows)
+    )
 
 
 def _waiting(eqns: Sequence[Any], results: set[Any], compiler: Compiler) -> int:
