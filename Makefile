@@ -1,5 +1,5 @@
 # Each target sets itself up from nothing but a Python of at least 3.11:
-#   make test      what must hold at every change, but for tests marked slow: two seconds and more
+#   make test      what must hold at every change, but for tests marked slow: over 1.5 s each
 #   make test-all  the slow ones, too; what CI runs
 #   make demo      trains a small language model and compares the policies on it
 #   make bench     what the decorators and the reports cost in time

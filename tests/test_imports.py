@@ -31,6 +31,7 @@ def test_the_package_loads_what_is_used():
     assert {name for name in modules if "jaxmem" in name} == expected
 
 
+@pytest.mark.slow
 def test_without_nnx_and_a_budget_neither_nnx_nor_scipy_is_loaded():
     code = """
 import jax, jax.numpy as jnp, jaxmem

@@ -64,6 +64,7 @@ def required(where: str, both: Callable[..., Any], scanned: bool, rows: int = RO
     return needed / size(scanned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", "gpu"])  # the TPU's copies activations in loops
 def test_memory_is_one_microbatch_and_one_accumulator(where: str) -> None:
     """Activations fall as 1 / microbatches: to those of a plain step on so many rows."""

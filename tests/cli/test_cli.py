@@ -481,6 +481,7 @@ def test_doctor_says_what_works():
     assert all(check["ok"] or check["remedy"] for check in found["checks"])
 
 
+@pytest.mark.slow
 def test_doctor_where_something_is_missing():
     """A backend that is not there: what is wrong, what to do, and exit code 1."""
     result = command("doctor", env={**os.environ, "JAX_PLATFORMS": "nowhere"})

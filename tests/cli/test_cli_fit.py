@@ -104,6 +104,7 @@ def test_explain_says_what_becomes_of_each_value():
     assert "optimality gap" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_frontier_is_drawn(tmp_path: Path):
     picture = tmp_path / "frontier.svg"
     words = ("--budget", "1GiB", "--plot", str(picture), "--points", "3")

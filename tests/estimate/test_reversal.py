@@ -109,6 +109,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ELEMENTWISE)
 def test_what_takes_long_to_compute_is_not_computed_twice(what: str) -> None:
     """Without a checkpoint; each layer keeps its input as well, a quarter of what is inside."""
@@ -204,6 +205,7 @@ def test_what_a_skip_connection_carries_is_held_by_those_who_read_it_later(place
     assert abs((found.predicted[candidate] - fixed) / live - 1) < 0.03
 
 
+@pytest.mark.slow
 def test_plans_of_a_whole_net_go_by_its_peak() -> None:
     """A U-Net in half of its memory, for next to no matmul FLOPs."""
     found, ask = unet()
@@ -336,6 +338,7 @@ def test_gradients_of_parameters_come_as_soon_as_what_they_read_is_there() -> No
     assert order == [of_w, before, of_before, cast, tanh, last]
 
 
+@pytest.mark.slow
 def test_experts_are_predicted_with_gradients_of_parameters_first() -> None:
     """Of 256 MiB arrays, what the second product reads is gone when its gradient is made."""
     job = MODELS["experts"]()

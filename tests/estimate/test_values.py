@@ -75,6 +75,7 @@ def test_on_a_gpu_fit_keeps_nothing_that_the_rows_of_a_softmax_are_reduced_to() 
     assert not kept & {"most", "total", "reduce_max", "reduce_sum"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100-80g", "v5e-16g"])
 def test_with_room_for_everything_what_loops_keep_is_worth_its_traffic(target: str) -> None:
     plain = jaxmem.memory_report(step("none"), *ARGS, target=target)

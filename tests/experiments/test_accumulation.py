@@ -94,6 +94,7 @@ def test_memory_is_in_parameters_and_leaves_the_batch_out() -> None:
     assert micro == (4, 32)
 
 
+@pytest.mark.slow
 def test_every_form_of_every_problem_has_a_step() -> None:
     """Shapes alone; what they need is for the run that makes the table."""
     for problem in memory.problems(width=256, layers=2, microbatches=2):

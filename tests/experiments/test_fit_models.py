@@ -111,6 +111,7 @@ def test_the_gradient_of_each_model_is_the_same_under_a_plan() -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
 
 
+@pytest.mark.slow
 def test_a_budget_on_a_tpu() -> None:
     """One program, and a small one, since its compiler takes its time."""
 

@@ -54,6 +54,7 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     assert (tmp_path / "mesh.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 4}])
 def test_the_model_is_split_as_it_says(axes: dict[str, int]) -> None:
     target = jaxmem.target("h100-80g", devices=8)

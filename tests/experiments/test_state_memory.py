@@ -171,6 +171,7 @@ def test_llama_has_its_sizes() -> None:
     assert job.name == "8-bit AdamW, fused"
 
 
+@pytest.mark.slow
 def test_llama_learns() -> None:
     model = full_finetune.training(full_finetune.SMALL)
     params = jax.tree.map(lambda leaf: 0.3 * leaf, arrays(model.params))

@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TOUR = Path(__file__).parents[2] / "experiments" / "tour.ipynb"
 
 
+@pytest.mark.slow
 def test_the_tour_says_what_it_said() -> None:
     """All that is printed but figures of compilers, which other versions of them change."""
     cells = [cell for cell in json.loads(TOUR.read_text())["cells"] if cell["cell_type"] == "code"]

@@ -252,6 +252,7 @@ def test_gradients_are_those_of_a_checkpoint_written_by_hand(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_refused_with_the_difference(tmp_path: Path) -> None:
     theirs = Config(steps=9, workdir=tmp_path).identity()
     (tmp_path / "config.json").write_text(json.dumps(theirs))

@@ -158,6 +158,7 @@ def test_the_certificate_is_of_the_very_program_that_runs() -> None:
     assert fitted.report.required_bytes <= fitted.budget == 4 * MIB
 
 
+@pytest.mark.slow
 def test_fitted_computes_what_the_step_computes() -> None:
     args = arrays()
     before = jax.tree.map(np.array, args)
@@ -651,6 +652,7 @@ def test_several_stacks_of_different_layers() -> None:
     assert text.count("test_fit.py") >= 2
 
 
+@pytest.mark.slow
 def test_one_stack_called_twice_is_one_plan() -> None:
     def twice(mark: Any) -> Any:
         stack = mark(lambda params, h: lax.scan(layer, h, params)[0])
@@ -715,6 +717,7 @@ def trained(mark: Any) -> Any:
     return train
 
 
+@pytest.mark.slow
 def test_a_train_step_that_donates() -> None:
     params, h = arrays()
     args = params, optax.adam(1e-2).init(params), h
@@ -736,6 +739,7 @@ def test_a_step_that_is_jitted_already() -> None:
     assert fitted.plan == fit(step, *specs(), budget="4MiB", max_compiles=2).plan
 
 
+@pytest.mark.slow
 def test_gradients_of_microbatches() -> None:
     def accumulated(mark: Any) -> Any:
         return jaxmem.value_and_grad(mark(model), microbatches=4)

@@ -71,6 +71,7 @@ def test_points_are_even_in_factors():
     assert spread(sizes, 7) == [0, 10, 20, 30, 40, 50, 60]
 
 
+@pytest.mark.slow
 def test_what_memory_costs():
     points = found().points
     assert len(points) == 4

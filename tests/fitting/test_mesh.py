@@ -118,6 +118,7 @@ def test_predictions_are_near_what_the_compiler_says(kind: str) -> None:
         assert found.predicted[candidate] == pytest.approx(seen, rel=0.1 if SINCE_0_11 else 0.08)
 
 
+@pytest.mark.slow
 def test_unrolled_code_is_of_one_device_too() -> None:
     found, ask = problem("auto", unrolled=True)
     assert found.regions[0].is_local

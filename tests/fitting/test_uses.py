@@ -148,6 +148,7 @@ def from_ones(ws: jax.Array, context: jax.Array) -> jax.Array:
     return lax.scan(turn, jnp.ones_like(context), ws)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is under remat_auto, and no plan:jaxmem.JaxmemWarning")
 def test_a_stack_that_is_differentiated_otherwise_at_first() -> None:
     """A scan's body is differentiated for the stack's context once it is known to depend on it."""

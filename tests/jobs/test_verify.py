@@ -163,6 +163,7 @@ def test_without_an_accelerator_verify_says_what_it_needs():
         verify(f"{TRAINING}:job")
 
 
+@pytest.mark.slow
 def test_the_running_process_runs_the_steps_then_says_what_it_needs(tmp_path: Path):
     asked = {"where": f"{TRAINING}:job", "settings": {"batch": "32"}, "policy": "sqrt"}
     measured = ask({"what": "run", "steps": 2, **asked}, tmp_path, 300.0)

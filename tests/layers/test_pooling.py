@@ -56,6 +56,7 @@ def poolings(draw: st.DrawFn) -> Any:
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
 
 
+@pytest.mark.slow
 @given(how=poolings(), dtype=DTYPES, seed=st.integers(0, 99))
 @settings(max_examples=15)
 def test_it_is_jaxs_own_gradient(how: Any, dtype: str, seed: int) -> None:
@@ -187,6 +188,7 @@ def convs(kernels: list[list[jax.Array]], x: jax.Array, how: Any) -> jax.Array:
     return x.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stride", "whole", "part"), [(1, 0.78 if SINCE_0_11 else 0.75, 0.3), (2, 0.75, 0.5)]
 )

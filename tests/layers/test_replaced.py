@@ -45,6 +45,7 @@ def held_against(plain: Any, mine: Any, *args: Any, rtol: float = 1e-5) -> Any:
 # ---------------------------------------------------------------- what is found
 
 
+@pytest.mark.slow
 def test_inside_of_a_shard_map_and_around_one() -> None:
     """With the check of what varies over devices, which is jax's default, and without it."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -277,6 +278,7 @@ def applied(module: Any, variables: Any, x: Any) -> Any:
     return module.apply(variables, x, rngs=keys, mutable=["batch_stats"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

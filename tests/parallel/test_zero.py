@@ -144,6 +144,7 @@ def test_the_update_in_the_backward_pass(stage: int) -> None:
     check(stage, "adamw", lambda tx, zero: jaxmem.value_and_update(loss, tx, zero=zero))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "name"), [(2, "clipped"), (3, "clipped"), (2, "8 bits"), (3, "8 bits")]
 )
@@ -416,6 +417,7 @@ def sent(report: Any, kind: str) -> float:
     return sum(np.prod(found.shape) * found.times for found in of_kind) / SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100-80g", "v5e-16g"])
 @pytest.mark.parametrize(
     ("stage", "make", "theory"),
@@ -441,6 +443,7 @@ def test_bytes_and_messages_are_those_of_the_paper(
     assert all(found.in_loop for found in found.collectives if found.bytes > 2**22)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("way", [ordinary, fused])
 def test_on_explicit_axes_they_are_hardly_more(stage: int, way: Any) -> None:

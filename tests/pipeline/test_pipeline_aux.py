@@ -162,6 +162,7 @@ def test_random_models(
     check(model, rows, m, mesh_of(stage=stages), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rows", "m", "axes", "options"),
     [

@@ -175,6 +175,7 @@ def test_vmap_and_forward_mode():
     assert jnp.isfinite(jax.jvp(jax.grad(lambda x: mixed(PARAMS, x)), (X,), (X,))[1]).all()
 
 
+@pytest.mark.slow
 def test_with_microbatches_and_updates():
     mixed, optimizer = mixed_precision(scanned), optax.adamw(1e-2)
 

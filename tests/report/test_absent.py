@@ -242,6 +242,7 @@ def test_advice_for_undecorated_code_names_the_stack():
     assert found.suggestion is None
 
 
+@pytest.mark.slow
 def test_advice_for_decorated_code_is_the_next_policy_that_fits():
     found = report(jaxmem.remat(scanned, "none"), batch=2**20, target="l4-24g")
     assert found.suggestion is not None

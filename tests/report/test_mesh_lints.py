@@ -191,6 +191,7 @@ def test_a_state_of_which_no_dimension_can_be_split_has_none():
     assert lints("h100-80g", adam_step(loss), *args, donate=(0, 1)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_sum_that_recomputation_repeats(target: str):
     mesh = mesh_of(target, data=2, model=4)

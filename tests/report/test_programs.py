@@ -121,6 +121,7 @@ SEEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [GPU, ANOTHER])
 def test_forms_of_a_scan_are_in_the_order_seen_before(target: str) -> None:
     seen = SEEN[target]

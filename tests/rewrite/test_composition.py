@@ -337,6 +337,7 @@ def test_sharding_constraints_of_an_inner_jit_hold(policy: Any) -> None:
 # ---------------------------------------------------------------- several devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("grad", ["inside", "outside"])
 def test_shard_map(grad: str, check_vma: bool) -> None:
@@ -625,6 +626,7 @@ def new_checkpoint() -> Iterator[None]:
     jax.config.update("jax_remat3", before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("new_checkpoint")
 @pytest.mark.parametrize("model", ["mlp", "sown", "checkpoint_inside"])
 def test_the_other_implementation_of_checkpoint(model: str) -> None:

@@ -231,6 +231,7 @@ def test_decorated_around_decorated():
         assert_same_model(Twice(), under(Twice, "sqrt")(inner), train=True)
 
 
+@pytest.mark.slow
 def test_captured_intermediates_are_the_same():
     assert_same_model(Twice(), Twice(under(Encoder)), train=True, capture_intermediates=True)
 
@@ -241,6 +242,7 @@ def test_tabulate_is_the_same():
     assert under(Encoder)().tabulate(keys(), data(), **options) == expected
 
 
+@pytest.mark.slow
 def test_eager_calls_and_vmap():
     x, plain, decorated = data(), Encoder(), under(Encoder)()
     variables = filled(plain)

@@ -277,6 +277,7 @@ LAYER = 4 * (2 * WIDTH * INNER + WIDTH)
 CARRY = 4 * ROWS * WIDTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "policy"),
     [

@@ -460,6 +460,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(report, tmp_path, m
     assert (tmp_path / "a.png").read_bytes() == b"old"
 
 
+@pytest.mark.slow
 def test_pyplot_is_never_imported(report, tmp_path):
     (tmp_path / "r.json").write_text(report.to_json())
     code = (

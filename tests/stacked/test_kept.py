@@ -71,6 +71,7 @@ def agree(
         assert_close(under(plan, marked)(*args), expected, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3, 16])
 def test_lengths(n: int) -> None:
     at = MODELS["tuple_carry"].make(n)

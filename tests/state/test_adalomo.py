@@ -58,6 +58,7 @@ def test_it_goes_in_the_backward_pass() -> None:
     assert ours[0][-1] < ours[0][0]
 
 
+@pytest.mark.slow
 def test_zeros_and_vectors_do_no_harm() -> None:
     params = {"scale": jnp.zeros(3), "w": jnp.zeros((2, 3)), "x": jnp.zeros(())}
     optimizer = jaxmem.adalomo(0.1)

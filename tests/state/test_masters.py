@@ -205,6 +205,7 @@ def trained(optimizer: Any, params: Any, steps: int) -> tuple[Any, Any]:
     return params, state
 
 
+@pytest.mark.slow
 def test_small_steps_are_not_lost() -> None:
     """200 steps of 1/5000 of a weight: bfloat16 does not move, 24 bits follow float32."""
     weights = halves({"w": 1 + jax.random.uniform(jax.random.key(0), (64, 64))})
@@ -376,6 +377,7 @@ def test_a_parameter_has_three_bytes_and_the_state_of_the_optimizer(target: str)
     assert temporaries < 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_with_the_state_in_8_bits_a_parameter_has_five(target: str) -> None:
     optimizer = jaxmem.quantize_state(master_weights(ADAMW))

@@ -380,6 +380,7 @@ def test_calls_that_cannot_be_are_told_with_the_remedy(call: Callable[[], None],
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 def test_gradients_that_jax_has_summed_already_are_refused_by_their_path() -> None:
     optimizer = jaxmem.one_bit_adam(1e-2, warmup_steps=2)
     state = run(optimizer, 0).state

@@ -70,6 +70,7 @@ def assert_same_form(first: Any, second: Any) -> None:
 # ---------------------------------------------------------------- how good it is
 
 
+@pytest.mark.slow
 @BOTH
 def test_adam_meets_the_bounds_of_bitsandbytes_tests(codec: str) -> None:
     params = jax.random.normal(jax.random.key(0), (1024, 1024))
@@ -273,6 +274,7 @@ def test_updates_are_close_to_the_optimizers_and_states_keep_their_form(name: st
     assert distance(params, expected) < 2e-4
 
 
+@pytest.mark.slow
 def test_init_and_update_work_under_all_of_jax() -> None:
     optimizer = quantize_state(optax.adam(1e-2))
     state = jax.jit(optimizer.init)(PARAMS)
@@ -308,6 +310,7 @@ def test_an_update_does_without_parameters() -> None:
     chex.assert_trees_all_equal(with_params, without)
 
 
+@pytest.mark.slow
 def test_other_arguments_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "CHUNK", 2048)
     told = []
@@ -328,6 +331,7 @@ def test_other_arguments_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     adam.update(noise(0), adam.init(PARAMS), PARAMS, value=1.0, more="more")
 
 
+@pytest.mark.slow
 def test_around_and_inside_other_transformations() -> None:
     for around in (
         lambda inner: optax.MultiSteps(inner, 2).gradient_transformation(),
@@ -347,6 +351,7 @@ def test_optax_finds_its_fields_and_maps_them() -> None:
     assert_same_form(optax.tree.map_params(optimizer, lambda leaf: leaf, state), state)
 
 
+@pytest.mark.slow
 def test_a_state_comes_back_from_bytes() -> None:
     optimizer = quantize_state(optax.adam(1e-2))
     _, state = steps(optimizer)
@@ -404,6 +409,7 @@ def test_steps_that_are_not_finite_can_be_left_out(codec: str) -> None:
 # ---------------------------------------------------------------- inside of a backward pass
 
 
+@pytest.mark.slow
 def test_in_the_backward_pass_it_is_the_ordinary_step() -> None:
     width, depth = 32, 4
     params = {

@@ -89,6 +89,7 @@ SHAPES = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 4, 8]), SHAPES,

@@ -178,6 +178,7 @@ def test_norms_of_whole_stacks_wait_for_more_passes(name: str, reason: str) -> N
         check(language_loss, optimizer, PARAMS, TOKENS)
 
 
+@pytest.mark.slow
 @nothing_inside
 @pytest.mark.parametrize(
     ("make", "reason"),

@@ -169,6 +169,7 @@ def test_microbatches(fun: Any, m: int, optimizer: Any) -> None:
     assert [leaf.in_backward for leaf in plan.leaves] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_everything_that_microbatches_have() -> None:
     """Keys, a carry, outputs in parts, sums in a dtype, weights, arguments by name, a policy."""
 
@@ -309,6 +310,7 @@ def net_loss(model: Net, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [None, 3], ids=["whole", "three"])
 def test_nnx_modules_and_their_optimizer_are_updated_in_place(m: int | None) -> None:
     mine, theirs = Net(), Net()
@@ -412,6 +414,7 @@ def test_what_a_schedule_kept_and_does_not_need() -> None:
 # ---------------------------------------------------------------- meshes
 
 
+@pytest.mark.slow
 def test_parameters_that_are_sharded() -> None:
     mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = {"embed": P(None), "layers": {"b": P("model"), "w": P("model")}}

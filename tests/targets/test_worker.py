@@ -296,6 +296,7 @@ def test_tpu_program_too_large(fn, specs, gib):
     assert found.assignment.startswith("BufferAssignment:")
 
 
+@pytest.mark.slow
 def test_donation_lets_a_tpu_program_fit():
     x = Spec((3 * GIB,), "float32")
     assert compiled("v5e-16g", lambda x: x + 1, x).too_large_bytes == pytest.approx(24 * GIB)
@@ -459,6 +460,7 @@ def busy(workers: Pool = pool) -> list[Worker]:
     return [worker for worker in workers._all if worker.pending]
 
 
+@pytest.mark.slow
 def test_worker_killed_while_compiling():
     program, target = slow("gpu"), targets.target("h100-80g")
     with ThreadPoolExecutor(1) as threads:

@@ -529,6 +529,7 @@ def test_stacks_are_counted_as_often_as_they_run() -> None:
     assert kept[1] == kept[2] <= kept[0]
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_only_is_no_region() -> None:
     """A step that is told its loss on other data, too: there is nothing to keep for that."""
     model = jaxmem.remat_auto(chain)
@@ -549,6 +550,7 @@ def test_what_is_evaluated_only_is_no_region() -> None:
                     other(params, h[:3])
 
 
+@pytest.mark.slow
 def test_a_stack_between_unrolled_code() -> None:
     """A region with a stack is planned as the stack; what stands next to it as code."""
     head = jaxmem.remat_auto(chain)
@@ -607,6 +609,7 @@ def evaluations(jaxpr: Any, name: str) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_remat_sqrt_computes_nothing_more_than_its_levels_say() -> None:
     """Forward products, one more for each in the backward at most, and two for the gradients."""
     args = {"ws": [normal(k, D, D) for k in range(16)]}, normal(99, B, D)
