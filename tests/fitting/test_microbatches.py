@@ -10,6 +10,7 @@ from jax import lax
 
 import jaxmem
 
+IN_ORDER = {"xla_gpu_enable_latency_hiding_scheduler": False}
 LAYERS, WIDTH, HIDDEN, ROWS, MICROBATCHES = 8, 512, 2048, 4096, 4
 
 
@@ -64,7 +65,9 @@ def test_sums_over_microbatches_are_predicted(model: Any, gradient: Any) -> None
 
     args: Any = weights(model), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     options: Any = {"target": "h100-80g", "donate": (0,)}
-    found, ask = problem(step, *args, **options), question(step, *args, **options)
+    found = problem(step, *args, **options)
+    # From jax 0.11 on the compiler would spend memory on an order for time.
+    ask = question(step, *args, **options, options=IN_ORDER)
     # What libraries of products work with is not predicted, 12 MiB where a stack adds to its sums.
     off = 0.13 if (model, gradient) == (scanned, by_jaxmem) else 0.07
     for place in (0, len(found.front) // 2, len(found.front) - 1):
