@@ -66,7 +66,7 @@ def test_gradients_through_several_stacks_are_as_without_a_policy(name: str, way
     args = arrays(3, 6, 4, 8)
     run = way(jax.grad(jaxmem.remat(model, POLICIES[name]), (0, 1)))
     wanted = jax.grad(model, (0, 1))(*args)
-    chex.assert_trees_all_close(jax.jit(run)(*args), wanted, rtol=2e-5, atol=5e-5)
+    chex.assert_trees_all_close(jax.jit(run)(*args), wanted, rtol=2e-5, atol=5e-4)
 
 
 def test_gradients_of_rows_are_not_there_before_their_stack_is_reversed() -> None:
