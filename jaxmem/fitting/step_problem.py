@@ -342,7 +342,7 @@ def _built(
         region.of_one_device(region.param_bytes * region.uses.times, devices) for region in regions
     )
     turn = collector.turn(step)
-    fixed, gradients = _others(program, step, stacked + turn.summed_bytes)
+    fixed, gradients = _others(program, step, stacked + (turn.summed_bytes or 0))
     several = sum(region.uses.times for region in regions) > 1
     # The region that is reversed first has the loss next to what it keeps.
     last = turn.bytes * devices // regions[-1].of_one_device(devices, devices)
@@ -351,7 +351,8 @@ def _built(
     if in_products and turn.bytes and isinstance(regions[-1], UnrolledRegion):
         regions[-1].waits = regions[-1].uses.times > 1  # then a copy of it may come behind it
     # Sums over microbatches are there from the turn before.
-    made_here = 0 if turn.in_loop else gradients
+    in_loop = turn.summed_bytes is not None
+    made_here = 0 if in_loop else gradients
     fastest = [
         region.candidates(several, min(made_here, region.param_bytes), turn_bytes)
         for region, turn_bytes in zip(regions, turns, strict=True)
@@ -366,8 +367,8 @@ def _built(
     )
     unmade = _unmade(regions, made_here, devices)
     options = [
-        [_several(candidate, region, devices, ahead) for candidate in own]
-        for region, own, ahead in zip(regions, candidates, unmade, strict=True)
+        [_several(candidate, region, devices, later) for candidate in own]
+        for region, own, later in zip(regions, candidates, unmade, strict=True)
     ]
     # Of regions that compute the same the copies are made one after the other.
     copies = sum(region.of_one_device(region.param_copies, devices) for region in regions)
@@ -404,7 +405,7 @@ def _built(
     problem = StepProblem(
         program, regions, candidates, front, whole, layered, others, fixed, everything, devices,
         name, partition, choice or next(iter(collector.choices), None), tuple(collector.pipelines),
-        scans, turn.in_loop,
+        scans, in_loop,
     )  # fmt: skip
     least = round(_WORTH_SPLITTING * min(problem.predicted))
     axes = [] if partition else collector.splitting(least)

@@ -33,14 +33,15 @@ class Turn:
       passing: bytes that pass it by, see `jaxmem.fitting.passing`.
       waiting_bytes: of its results that are sums over devices, as each device has them, or what
         they are made of: they wait so for the end of the backward pass, when they are reduced.
+      summed_bytes: of sums that gradients are added to in a loop that the turn is in, as over
+        microbatches; None in no loop.
     """
 
     bytes: int = 0
     given_bytes: int = 0
     passing: Mapping[Hashable, int] = dataclasses.field(default_factory=dict)
     waiting_bytes: int = 0
-    in_loop: bool = False
-    summed_bytes: int = 0
+    summed_bytes: int | None = None
 
 
 def turn_of(
@@ -81,12 +82,11 @@ def turn_of(
         jaxpr, way = inner[0], way_of(str(eqn.source_info.name_stack), way)
     back = next((at for at, found in enumerate(ways) if "back" in found), None)
     there = next((at for at in range(back or 0)[::-1] if "there" in ways[at]), None)
-    in_loop: Any = {"in_loop": summed is not None, "summed_bytes": summed or 0}
     if back is None or there is None:
-        return Turn(passing=passing, **in_loop)
+        return Turn(passing=passing, summed_bytes=summed)
     passing += passing_bytes(jaxpr, there + 1, back, regions)
     if back == there + 1:
-        return Turn(passing=passing, **in_loop)
+        return Turn(passing=passing, summed_bytes=summed)
     before = {var for eqn in jaxpr.eqns[: there + 1] for var in eqn.outvars}
     between, called = _jax.flattened(jaxpr.eqns[there + 1 : back])
     later = {a for eqn in jaxpr.eqns[back:] for a in eqn.invars if _jax.is_var(a)}
@@ -105,7 +105,7 @@ def turn_of(
     )
     given_bytes = sum(nbytes(var.aval) for var in held)
     waiting = _waiting(between, results, roofline.compiler)
-    return Turn(peak, given_bytes, passing, waiting, **in_loop)
+    return Turn(peak, given_bytes, passing, waiting, summed)
 
 
 # ---------------------------------------------------------------- implementation

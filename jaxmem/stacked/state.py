@@ -95,6 +95,11 @@ def start(
     zeros = _jax.zeros_like
     if form.own_arrays:
         zeros, (ct_carry, ct_ys) = _jax.zeros_behind((ct_carry, ct_ys))
+
+    def rows_for(x: Any) -> Any:
+        """Room for a stacked input's gradients, in the memory where it is; all is written."""
+        return _jax.unfilled_like(x) if _jax.is_on_host(x) else zeros(x)
+
     state = Cotangents(
         [zeros(c) for c in _only(consts, layer.wrt_consts)],
         [
@@ -102,12 +107,7 @@ def start(
             for c, ct in zip(_only(init, layer.wrt_carry), ct_carry, strict=True)
         ],
         [
-            # In the memory where it is; on the host all is written.
-            into.held[number]
-            if number in into.held
-            else _jax.unfilled_like(x)
-            if _jax.is_on_host(x)
-            else zeros(x)
+            into.held[number] if number in into.held else rows_for(x)
             for number, x in enumerate(_only(xs, layer.wrt_x))
         ],
     )

@@ -52,12 +52,11 @@ def spread(step: Any) -> Any:
     by_batch = PartitionSpec(None, "data")
 
     def of_one(ws: Any, rows: Any) -> Any:
-        by_ws, by_rows = step(ws, rows)
+        by_ws, by_rows = step(lax.pcast(ws, "data", to="varying"), rows)
         return lax.psum(by_ws, "data"), by_rows
 
     places = PartitionSpec(), by_batch
-    varying = lambda ws, rows: of_one(lax.pcast(ws, "data", to="varying"), rows)  # noqa: E731
-    return jax.shard_map(varying, mesh=mesh, in_specs=places, out_specs=places)
+    return jax.shard_map(of_one, mesh=mesh, in_specs=places, out_specs=places)
 
 
 @pytest.mark.parametrize("name", POLICIES)
