@@ -138,11 +138,13 @@ class _Loop:
         if self.split.microbatches == 1:
             state = (shards.only_once(state[0], True), *state[1:])
         state = self._varying(state)
+        closed = self._without_work(objective, carry)
+        in_backward = self.sink.in_backward and closed is None
         collected = []
         for group, rows in self.groups:
             given = group.size, rows, group.first, factors(group.size)
             body = functools.partial(self._add, objective, *given)
-            is_last = self.sink.in_backward and group is self.groups[-1][0]
+            is_last = in_backward and group is self.groups[-1][0]
             count = group.count - is_last
             outs = []
             if count == 1:
@@ -158,6 +160,11 @@ class _Loop:
                 state, out = self._last(objective, *given, state, index, weights, divisor)
                 outs.append(jax.tree.map(lambda leaf: leaf[None], out))
             collected.append(jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs))
+        if closed is not None:
+            sink: Any = self.sink
+            value, _, by = self._finished(state[1], weights, divisor)
+            done = objective.after(state[0], closed, value, by, sink, self.call)
+            state = (done, *state[1:])
         return self._result(state, collected, aux, weights, divisor)
 
     # The function on one microbatch.
@@ -238,6 +245,21 @@ class _Loop:
         return factor
 
     # The loop.
+
+    def _without_work(self, objective: Objective, carry: list[Any]) -> Any:
+        """What is differentiated, if the sink works in a backward pass and has no work there.
+
+        A pass of its own for the last microbatch would hold a second gradient then, next to the
+        sums of those before.
+        """
+        if not self.sink.in_backward or self.split.microbatches == 1:
+            return None
+        sink: Any = self.sink
+        group, rows = self.groups[-1]
+        leaves = self._leaves(rows, group.first, group.first)
+        closed = objective.traced(leaves, carry, group.size)
+        params = list(objective.params.values())
+        return None if sink.has_work(self.call, closed, params) else closed
 
     def _add(
         self,

@@ -81,7 +81,34 @@ class Sink(Protocol):
 
 
 class InBackward(Sink, Protocol):
-    """A sink that does something with gradients in the last backward pass."""
+    """A sink that does something with gradients in the last backward pass, if that spares any."""
+
+    def has_work(self, call: Call, closed: Any, params: Sequence[Any]) -> bool:
+        """Whether there is a parameter with which something is done in the pass itself.
+
+        Args:
+          call, closed, params: see `last`.
+        """
+        ...
+
+    def after(
+        self,
+        call: Call,
+        closed: Any,
+        params: Sequence[Any],
+        held: Sequence[Any],
+        value: Any,
+        total: Callable[[int, Any, Any], Any],
+    ) -> Any:
+        """What it makes of the sums over all microbatches, if there is no such parameter.
+
+        Args:
+          call, closed, params: see `last`.
+          held: of each parameter.
+          value: of the batch.
+          total: how a gradient follows from what is held; its last argument is not read.
+        """
+        ...
 
     def nothing(self, gradient: jax.Array) -> Any:
         """What is held for a leaf, or a row of it, where there is no microbatch before."""
@@ -227,6 +254,33 @@ class Objective:
         done = sink.last(call, closed, shared, flat[len(shared) :], held, seed)
         _, (loss, aux) = out_tree.unflatten(done.outs)
         return done, loss, aux
+
+    def traced(self, leaves: Mapping[Path, Any], carry: list[Any], size: int) -> Any:
+        """What is differentiated of a microbatch, as a jaxpr, parameters first."""
+        return self._traced(leaves, carry, size)[0]
+
+    def after(
+        self,
+        held: list[Any],
+        closed: Any,
+        value: Any,
+        divisor: Any,
+        sink: "InBackward",
+        call: Call,
+    ) -> Any:
+        """What the sink gives after the last microbatch, if it has no work in its backward pass.
+
+        Args:
+          held: of each of `params`, of all microbatches.
+          closed: of one of them, by `traced`.
+          value, divisor: of the whole batch.
+        """
+        shared = list(self.params.values())
+
+        def total(k: int, held: Any, _: Any) -> Any:
+            return sink.divided(held, divisor, shared[k])
+
+        return sink.after(call, closed, shared, held, value, total)
 
     def _traced(
         self, leaves: Mapping[Path, Any], carry: list[Any], size: int

@@ -99,21 +99,14 @@ class Done:
 
 def run(task: Task) -> Done:
     """Differentiate, and update."""
-    closed = _jax.inlined(task.closed)
-    count = len(task.params)
-    stacked = inplace.find(closed, range(count), range(count))
-    linear, places, elsewhere = _stacks(closed, stacked)
-    elsewhere = {**_read_in_calls(closed, count), **elsewhere}
-    wanted = {leaf for own in places.values() for leaf in own.values()}
-    update = taken_apart(
-        task.update(task.gradient_types), count, len(task.state), wanted, task.passes
-    )
+    found = _found(task)
+    closed, update, count = found.closed, found.update(task), len(task.params)
     inside = set(update.by_row)
     alone_summed = [leaf for leaf in inside if task.before[leaf] is None]
     note_updated(sum(nbytes(task.gradient_types[leaf]) for leaf in alone_summed))
     places = {
         eqn: {place: leaf for place, leaf in own.items() if leaf in inside}
-        for eqn, own in places.items()
+        for eqn, own in found.places.items()
     }
     handover = _Handover(update, task)
     task.places.check_rows(update.by_row)
@@ -122,7 +115,7 @@ def run(task: Task) -> Done:
     def special(token: Any, eqn: Any, operands: list[Any]) -> list[Any] | None:
         if not places.get(id(eqn)):
             return None
-        return _run_stack(linear[id(eqn)], operands, token, places[id(eqn)], handover)
+        return _run_stack(found.linear[id(eqn)], operands, token, places[id(eqn)], handover)
 
     def function(given: list[Any], token: Any) -> Any:
         full = [*task.params, *task.rest]
@@ -150,10 +143,59 @@ def run(task: Task) -> Done:
             }
         )
     params, state = handover.results()
-    return Done(outs, params, state, update, elsewhere)
+    return Done(outs, params, state, update, found.elsewhere)
+
+
+def has_work(task: Task) -> bool:
+    """Whether any parameter is updated in the backward pass; operands are not looked at."""
+    found = _found(task)
+    return bool(found.places) and bool(found.update(task).by_row)
+
+
+def after(task: Task, value: Any, total: Total) -> Done:
+    """Update by what was summed, without another backward pass: none `has_work`."""
+    found = _found(task)
+    update = found.update(task)
+    handover = _Handover(update, task)
+    handover.begin(value, total)
+    handover.start_pass(0)
+    handover.end_pass({leaf: total(leaf, held, None) for leaf, held in enumerate(task.before)})
+    params, state = handover.results()
+    return Done([], params, state, update, found.elsewhere)
 
 
 # ---------------------------------------------------------------- finding the stacks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """The stacks of a function.
+
+    Attributes:
+      closed: the function, inlined.
+      linear: by id of an equation, its stack.
+      places: and which of its operands are which parameters.
+      elsewhere: see `Done`.
+    """
+
+    closed: ClosedJaxpr
+    linear: Mapping[int, "_Linear"]
+    places: Mapping[int, Mapping[int, int]]
+    elsewhere: Mapping[int, str]
+
+    def update(self, task: Task) -> Update:
+        """The optimizer's program, taken apart for the parameters of these stacks."""
+        wanted = {leaf for own in self.places.values() for leaf in own.values()}
+        program = task.update(task.gradient_types)
+        return taken_apart(program, len(task.params), len(task.state), wanted, task.passes)
+
+
+def _found(task: Task) -> _Found:
+    closed = _jax.inlined(task.closed)
+    count = len(task.params)
+    stacked = inplace.find(closed, range(count), range(count))
+    linear, places, elsewhere = _stacks(closed, stacked)
+    return _Found(closed, linear, places, {**_read_in_calls(closed, count), **elsewhere})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -450,25 +450,49 @@ class _Updating(Mean):
         held: Sequence[Any],
         seed: Callable[[Sequence[Any]], Any],
     ) -> Done:
+        return in_backward.run(self._task(call, closed, params, rest, shards.opened(held), seed))
+
+    def has_work(self, call: Call, closed: Any, params: Sequence[Any]) -> bool:
+        return in_backward.has_work(self._task(call, closed, params, [], [], None))
+
+    def after(
+        self,
+        call: Call,
+        closed: Any,
+        params: Sequence[Any],
+        held: Sequence[Any],
+        value: Any,
+        total: Total,
+    ) -> Done:
+        task = self._task(call, closed, params, [], shards.opened(held), None)
+        return in_backward.after(task, value, total)
+
+    def _task(
+        self,
+        call: Call,
+        closed: Any,
+        params: Sequence[Any],
+        rest: Sequence[Any],
+        before: Sequence[Any],
+        seed: Any,
+    ) -> Task:
         params = list(params)
         trees = _Trees(self.optimizer, _pure(call.trees[0], params), params, self.state)
         types = [_type(leaf, sum_dtype(leaf, self.dtype)) for leaf in params]
         value = _type(closed.out_avals[0], at_least_float32(closed.out_avals[0].dtype))
         names = [call.names[path] for path in call.diff]
         places = Places.of(self.zero, names, params, self.state)
-        return in_backward.run(
-            Task(
-                closed=closed,
-                params=params,
-                rest=rest,
-                state=trees.state_leaves,
-                update=trees.update(value, places),
-                before=shards.opened(held),
-                seed=seed,
-                gradient_types=places.types(types),
-                passes=self.passes,
-                places=places,
-            )
+        return Task(
+            closed=closed,
+            params=params,
+            rest=rest,
+            state=trees.state_leaves,
+            update=trees.update(value, places),
+            before=before,
+            seed=seed,
+            gradient_types=places.types(types),
+            passes=self.passes,
+            places=places,
         )
 
 

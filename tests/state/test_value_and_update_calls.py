@@ -23,6 +23,7 @@ from helpers.updating import (
     assert_alike,
     body,
     language_loss,
+    layer,
     ordinary,
     run,
 )
@@ -169,13 +170,52 @@ def test_microbatches(fun: Any, m: int, optimizer: Any) -> None:
     assert [leaf.in_backward for leaf in plan.leaves] == [False, True, True]
 
 
+def called(params: Any, tokens: jax.Array) -> jax.Array:
+    """The layers of `body` one after the other, without a stack."""
+    h = params["embed"][tokens]
+    for k in range(N):
+        h, _ = layer(h, jax.tree.map(lambda leaf, k=k: leaf[k], params["layers"]))
+    return h
+
+
+def called_loss(params: Any, tokens: jax.Array) -> jax.Array:
+    return jnp.square(called(params, tokens) @ params["embed"].T).mean()
+
+
+def called_weighted(params: Any, tokens: jax.Array) -> Weighted:
+    counted = (tokens > 0).astype(jnp.float32)
+    return Weighted((jnp.square(called(params, tokens)).sum(-1) * counted).sum(), counted.sum())
+
+
 @pytest.mark.slow
-def test_everything_that_microbatches_have() -> None:
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("fun", [called_loss, called_weighted], ids=lambda fun: fun.__name__)
+@pytest.mark.filterwarnings("ignore:value_and_update. no parameter is updated")
+def test_microbatches_of_code_without_a_stack(fun: Any, m: int) -> None:
+    """All of them are in the loop: none has anything to update in its backward pass."""
+    step = jaxmem.value_and_update(fun, CLIPPED, microbatches=m)
+    both = jaxmem.value_and_grad(fun, microbatches=m)
+
+    def ordinary_step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, gradients = both(params, tokens)
+        updates, state = CLIPPED.update(gradients, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    ours = run(step, CLIPPED, PARAMS, TOKENS)
+    assert_alike(ours, run(ordinary_step, CLIPPED, PARAMS, TOKENS), 1e-6)
+    plan = step.explain(PARAMS, CLIPPED.init(PARAMS), TOKENS)
+    assert not any(leaf.in_backward for leaf in plan.leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [body, called], ids=["a stack", "no stack"])
+@pytest.mark.filterwarnings("ignore:value_and_update. no parameter is updated")
+def test_everything_that_microbatches_have(model: Any) -> None:
     """Keys, a carry, outputs in parts, sums in a dtype, weights, arguments by name, a policy."""
 
-    @jaxmem.remat_full
+    @jaxmem.remat_sqrt
     def loss(params: Any, tokens: jax.Array, key: jax.Array, mean: jax.Array) -> Any:
-        h = body(params, tokens)
+        h = model(params, tokens)
         keep = jax.random.bernoulli(key, 0.5, h.shape)
         value = jnp.square(jnp.where(keep, h, 0)).mean() * (1 + mean)
         return value, {"rows": h.sum((1, 2)), "mean": 0.9 * mean + 0.1 * h.mean()}

@@ -94,3 +94,39 @@ def test_no_gradient_of_a_stack_exists(optimizer: str, target: str) -> None:
 def test_microbatches_need_their_sum_and_a_layer(target: str) -> None:
     ours, theirs = (needed(kind, "adam", target, 4) for kind in ("ours", "ordinary"))
     assert ours.required <= theirs.required + 1 / LAYERS + 0.01
+
+
+@jaxmem.remat_sqrt
+def called(params: Any, x: jax.Array) -> jax.Array:
+    for down, up in zip(params["down"], params["up"], strict=True):
+        x = x + jnp.tanh(x @ up) @ down
+    return jnp.square(x).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:value_and_update. no parameter is updated")
+def test_microbatches_of_code_without_a_stack_need_their_sum() -> None:
+    """As in the ordinary step; a backward pass that updates would need a second gradient."""
+    layers, width, inner = 8, 512, 2048
+    params = {
+        "down": [jax.ShapeDtypeStruct((inner, width), jnp.float32)] * layers,
+        "up": [jax.ShapeDtypeStruct((width, inner), jnp.float32)] * layers,
+    }
+    optimizer = OPTIMIZERS["adam"]
+    both = jaxmem.value_and_grad(called, microbatches=4)
+
+    def ordinary_step(params: Any, state: Any, x: jax.Array) -> Any:
+        value, gradients = both(params, x)
+        updates, state = optimizer.update(gradients, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    args = (
+        params,
+        jax.eval_shape(optimizer.init, params),
+        jax.ShapeDtypeStruct((2048, width), jnp.float32),
+    )
+    ours, theirs = (
+        jaxmem.memory_report(step, *args, donate_argnums=(0, 1), target="h100-80g").required_bytes
+        for step in (jaxmem.value_and_update(called, optimizer, microbatches=4), ordinary_step)
+    )
+    assert ours == theirs
