@@ -109,3 +109,4 @@ from jaxmem._jax.types import unfilled as unfilled
 from jaxmem._jax.types import varying as varying
 from jaxmem._jax.types import with_dtype as with_dtype
 from jaxmem._jax.types import zeros_like as zeros_like
+from jaxmem._jax.types import zeros_of as zeros_of

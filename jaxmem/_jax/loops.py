@@ -16,7 +16,16 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem._jax.evaluation import evaluate
 from jaxmem._jax.jaxprs import is_literal, is_scan, is_var, scan_parts
-from jaxmem._jax.types import Eqn, as_varying, filled_with, is_key, stacked, varying, zeros_like
+from jaxmem._jax.types import (
+    Aval,
+    Eqn,
+    as_varying,
+    filled_with,
+    is_key,
+    stacked,
+    varying,
+    zeros_of,
+)
 
 
 def with_own_arrays(closed: ClosedJaxpr) -> Callable[[Eqn, list[Any]], list[Any] | None]:
@@ -37,19 +46,19 @@ def with_own_arrays(closed: ClosedJaxpr) -> Callable[[Eqn, list[Any]], list[Any]
 
 
 def zeros_behind(tree: Any) -> tuple[Callable[[Any], Any], Any]:
-    """(as `zeros_like`, of arrays that are made once those of a tree are there; the tree)."""
+    """(from a type, its zeros, made once the arrays of a tree are there; the tree)."""
     leaves, structure = jax.tree.flatten(tree)
     kind = varying(leaves[0]) if leaves else frozenset()
     tied = [at for at, leaf in enumerate(leaves) if varying(leaf) == kind]
     if not tied:
-        return zeros_like, tree
+        return zeros_of, tree
     fenced, zero = _fenced([leaves[at] for at in tied], kind)
     for at, value in zip(tied, fenced, strict=True):
         leaves[at] = value
 
-    def zeros(x: Any) -> Any:
-        aval = jax.typeof(x).to_ct_aval()
-        return filled_with(zero, aval) if kind <= varying(aval) else zeros_like(x)
+    def zeros(aval: Aval) -> Any:
+        aval = aval.to_ct_aval()
+        return filled_with(zero, aval) if kind <= varying(aval) else zeros_of(aval)
 
     return zeros, jax.tree.unflatten(structure, leaves)
 

@@ -29,7 +29,12 @@ def as_array(value: Any, aval: Aval) -> Any:
 
 def zeros_like(x: Any) -> Any:
     """Zeros of the cotangent type of an array, with its sharding and varying axes."""
-    return _zeros(jax.typeof(x).to_ct_aval())
+    return zeros_of(jax.typeof(x))
+
+
+def zeros_of(aval: Aval) -> Any:
+    """The same, of an array of this type."""
+    return _zeros(aval.to_ct_aval())
 
 
 def stacked(aval: Aval, length: int) -> Aval:

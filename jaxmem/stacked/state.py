@@ -92,18 +92,18 @@ def start(
     A cotangent of the carry may be None for zero.
     """
     consts, init, xs = layer.body.split_in(args)
-    zeros = _jax.zeros_like
+    zeros = _jax.zeros_of
     if form.own_arrays:
         zeros, (ct_carry, ct_ys) = _jax.zeros_behind((ct_carry, ct_ys))
 
     def rows_for(x: Any) -> Any:
         """Room for a stacked input's gradients, in the memory where it is; all is written."""
-        return _jax.unfilled_like(x) if _jax.is_on_host(x) else zeros(x)
+        return _jax.unfilled_like(x) if _jax.is_on_host(x) else zeros(jax.typeof(x))
 
     state = Cotangents(
-        [zeros(c) for c in _only(consts, layer.wrt_consts)],
+        [zeros(jax.typeof(c)) for c in _only(consts, layer.wrt_consts)],
         [
-            zeros(c) if ct is None else ct
+            zeros(jax.typeof(c)) if ct is None else ct
             for c, ct in zip(_only(init, layer.wrt_carry), ct_carry, strict=True)
         ],
         [

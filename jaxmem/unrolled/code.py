@@ -16,15 +16,18 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, primitives
 
 from jaxmem import _jax
 from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.counting.flops import matmul_flops
+from jaxmem.layers.lookups import reversed_late
 from jaxmem.layers.pooling import reversed_by_places
 from jaxmem.parallel.messages import Spec
 from jaxmem.parallel.partition import Partition
+from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Body, Layer, NoReverseMode, Wrt, cheap_values, nbytes
+from jaxmem.unrolled.gradients import with_gradients_together
 from jaxmem.unrolled.runs import Run, find_runs
 
 # ---------------------------------------------------------------- API
@@ -51,6 +54,8 @@ class Code:
         self.live = self._live()
         self._inputs = frozenset([*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars])
         self._makers = {var: at for at, eqn in enumerate(self.eqns) for var in eqn.outvars}
+        reads = [atom for eqn in self.eqns for atom in eqn.invars]
+        self._readers = Counter(filter(_jax.is_var, [*reads, *self.closed.jaxpr.outvars]))
         self._known_reads: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._known_bodies: dict[Hashable, tuple[Body, int]] = {}
         self.known_layers: dict[Hashable, tuple[Any, Layer]] = {}
@@ -207,6 +212,16 @@ class Code:
         self._known_reads[first, last] = tuple(found)
         return list(found)
 
+    @functools.cached_property
+    def read_as_they_are(self) -> frozenset[Any]:
+        """Inputs that are matrices, or of more dimensions, and not read by casts alone.
+
+        Their gradients are made by themselves, for GPUs (`run._together`).
+        """
+        casts = Counter(eqn.invars[0] for eqn in filter(self._is_cast_matrix, self.eqns))
+        several = (var for var in self._inputs if len(var.aval.shape) > 1)
+        return frozenset(var for var in several if casts[var] < self._readers[var])
+
     def gives(self, first: int, last: int) -> list[Any]:
         """What operations first..last-1 make and others, or the caller, read."""
         return [var for var in self.live[last] if first <= self._makers[var] < last]
@@ -285,12 +300,47 @@ class Code:
         return _jax.evaluate(
             closed,
             [None] * len(closed.jaxpr.invars),
-            special=reversed_by_places,
+            special=self._reversed_otherwise,
             only=frozenset(range(first, last)),
             given=given,
             outs=self.gives(first, last),
-            each=_named,
+            each=self._with_own_gradient,
         )
+
+    def _reversed_otherwise(self, eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
+        """What an operation makes, if it is reversed with less memory than by jax's own rule."""
+        if (found := reversed_by_places(eqn, operands)) is not None:
+            return found
+        is_late = platform() != "tpu" and self._has_own_gradient(eqn.invars)
+        return reversed_late(eqn, operands) if is_late else None
+
+    def _with_own_gradient(self, place: int, outs: Sequence[Any]) -> list[Any]:
+        """What an operation makes, named.
+
+        A matrix that is cast has its gradient made before that is cast back, but for TPUs, whose
+        products give what is cast already.
+        """
+        outs = _named(place, outs)
+        if platform() != "tpu" and self._is_cast_matrix(self.eqns[place]):
+            return with_gradients_together(outs)
+        return outs
+
+    def _is_cast_matrix(self, eqn: Any) -> bool:
+        """Whether an operation casts a parameter that is no vector, and has a gradient."""
+        if eqn.primitive is not primitives.convert_element_type_p:
+            return False
+        (given,), (made,) = eqn.invars, eqn.outvars
+        is_matrix = given in self._inputs and len(made.aval.shape) > 1
+        return is_matrix and _jax.has_tangent(given.aval) and _jax.has_tangent(made.aval)
+
+    def _has_own_gradient(self, atoms: Sequence[Any]) -> bool:
+        """Whether what an operation reads first gets its gradient from it, by itself.
+
+        Where others read it too, the compiler adds to the gradient from there instead of zeros; but
+        not to a parameter's, which stands behind a barrier (`run._together`).
+        """
+        first = [atom for atom in atoms[:1] if _jax.is_var(atom)]
+        return all(self._readers[var] == 1 or var in self._inputs for var in first)
 
     def _equal_in_run(self, first: int, last: int, start: int) -> Hashable:
         """The same in a run that begins at `start`, and of which it is not known what is shared.

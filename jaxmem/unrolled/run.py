@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jaxmem import _jax
 from jaxmem.plans.plan import Plan
 from jaxmem.policies import Keep, Names
 from jaxmem.stacked import Form
 from jaxmem.stacked.stack import Stack
+from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.code import Code
+from jaxmem.unrolled.gradients import with_gradients_together
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
 
 
@@ -59,7 +59,9 @@ def _together(
     A gradient that is a part of a larger array, as of a concatenation, would else be cut out when
     it is wanted, and all of the array be held till then.  The gradient of an input of the function
     (a parameter) that other pieces read too is made by itself: the compiler of TPUs would else make
-    it where it adds theirs to it, and hold all that it is made of till then.
+    it where it adds theirs to it, and hold all that it is made of till then.  So is, for GPUs, that
+    of a matrix: the compiler would else make it in a layout in which the optimizer does not update
+    the matrix in its place, and copy that, or all of its state.
 
     Args:
       sums: whether gradients of small parameters (biases, scales of norms) are made in the same go.
@@ -75,35 +77,16 @@ def _together(
     small = [var for var in own if sums and nbytes(var.aval) * _SUMS <= most]
     # What stands in one group has its gradients made in one go.
     groups = [[var] for var in reached if var in inputs and var in shared]
+    if platform() != "tpu":
+        groups += [[var] for var in own if var not in small and var in code.read_as_they_are]
     # Under `shard_map` those of a kind: all of a barrier varies over the same axes.
     for kind in dict.fromkeys(_jax.varying(values[var]) for var in made):
         same = [var for var in (*made, *small) if _jax.varying(values[var]) == kind]
         if len(same) > 1:
             groups.append(same)
     for group in groups:
-        given |= zip(group, _with_gradients_together([given[v] for v in group]), strict=True)
+        given |= zip(group, with_gradients_together([given[v] for v in group]), strict=True)
     return list(given.values())
-
-
-@jax.custom_jvp
-def _with_gradients_together(values: list[Any]) -> list[Any]:
-    return values
-
-
-def _with_tangents_together(
-    values: tuple[list[Any]], tangents: tuple[list[Any]]
-) -> tuple[list[Any], list[Any]]:
-    # Of the values themselves a barrier would only keep compilers from fusing them; and what is
-    # not differentiated, as a frozen bias, would get a gradient.
-    moving = [t for t in tangents[0] if not isinstance(t, SymbolicZero)]
-    if len(moving) == 1 < len(tangents[0]):
-        return values[0], tangents[0]  # nothing that it could be made together with
-    fenced = iter(lax.optimization_barrier(moving))
-    found = [t if isinstance(t, SymbolicZero) else next(fenced) for t in tangents[0]]
-    return values[0], found
-
-
-_with_gradients_together.defjvp(_with_tangents_together, symbolic_zeros=True)
 
 
 def _function(code: Code, piece: Piece, waits: bool) -> Any:

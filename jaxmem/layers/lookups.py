@@ -1,0 +1,87 @@
+"""The gradient of a lookup in a table, added into zeros that are made late.
+
+What is looked up in a table, as of an embedding, has its gradient added into zeros of the table's
+size.  They depend on nothing, and in code that is written out XLA for GPUs makes them where the
+backward pass begins, and holds them while all layers are reversed.  Here they are made when the
+gradient of what was looked up is known.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive, primitives
+from jax.interpreters import ad, batching, mlir
+
+from jaxmem import _jax
+from jaxmem.trace.layer import nbytes
+
+# ---------------------------------------------------------------- API
+
+
+def reversed_late(eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
+    """What a lookup gives, to be reversed into late zeros; None for any other operation.
+
+    And for lookups in tables that are no larger than what is looked up: that gradient has to be in
+    memory before the zeros are.
+    """
+    if eqn.primitive is not _GATHER or not _jax.has_tangent(eqn.outvars[0].aval):
+        return None
+    if nbytes(eqn.invars[0].aval) <= nbytes(eqn.outvars[0].aval):
+        return None
+
+    @jax.custom_jvp
+    def looked_up(table: Any, places: Any) -> Any:
+        return _GATHER.bind(table, places, **eqn.params)
+
+    @looked_up.defjvp
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        return looked_up(*primals), _lookup_p.bind(tangents[0], primals[1], **eqn.params)
+
+    return [looked_up(*operands)]
+
+
+# ---------------------------------------------------------------- implementation
+
+_GATHER = primitives.gather_p
+
+
+def _batched(args: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[Any, int]:
+    return jax.vmap(functools.partial(_GATHER.bind, **params), in_axes=tuple(axes))(*args), 0
+
+
+# Of tangents: jax's own operation in all but its transpose.
+_lookup_p = Primitive("jaxmem_lookup")
+_lookup_p.def_impl(_GATHER.bind)
+_lookup_p.def_abstract_eval(lambda *avals, **params: _GATHER.abstract_eval(*avals, **params)[0])
+ad.primitive_jvps[_lookup_p] = ad.primitive_jvps[_GATHER]
+batching.primitive_batchers[_lookup_p] = _batched
+mlir.register_lowering(_lookup_p, mlir.lower_fun(_GATHER.bind, multiple_results=False))
+
+
+def _transposed(ct: Any, table: Any, places: Any, **params: Any) -> list[Any]:
+    if type(ct) is ad.Zero:
+        return [ad.Zero(table.aval), None]
+    numbers = params["dimension_numbers"]
+    zeros, ct = _jax.zeros_behind(ct)
+    gradient = lax.scatter_add(
+        zeros(table.aval),
+        places,
+        ct,
+        lax.ScatterDimensionNumbers(
+            update_window_dims=numbers.offset_dims,
+            inserted_window_dims=numbers.collapsed_slice_dims,
+            scatter_dims_to_operand_dims=numbers.start_index_map,
+            operand_batching_dims=numbers.operand_batching_dims,
+            scatter_indices_batching_dims=numbers.start_indices_batching_dims,
+        ),
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+    )
+    return [gradient, None]
+
+
+ad.primitive_transposes[_lookup_p] = _transposed

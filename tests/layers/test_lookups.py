@@ -1,0 +1,175 @@
+"""The gradient of a lookup: jax's own numbers, added into zeros that are made late."""
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxmem
+from jaxmem.unrolled import Code, Piece, UnrolledPlan, code
+from jaxmem.unrolled.run import run
+
+Spec = jax.ShapeDtypeStruct
+WORDS, WIDTH = 11, 6
+TABLE = jnp.sin(jnp.arange(1.0 * WORDS * WIDTH)).reshape(WORDS, WIDTH)
+TOKENS = jnp.asarray([[3, 0, 3, 10], [3, 7, 1, 0]])
+# Places that are there several times, behind the end, and counted from it.
+LOOKUPS: dict[str, Any] = {
+    "rows": lambda table: table[TOKENS],
+    "columns": lambda table: table[:, TOKENS % WIDTH],
+    "elements": lambda table: table[TOKENS, TOKENS % WIDTH],
+    "of each row": lambda table: jnp.take_along_axis(table[:4], TOKENS[:1].T % WIDTH, 1),
+    "behind the end, filled": lambda table: jnp.take(table, TOKENS + 4, 0, fill_value=2.0),
+    "behind the end, clipped": lambda table: jnp.take(table, TOKENS + 4, 0, mode="clip"),
+    "from the end": lambda table: table[-1 - TOKENS[0]],
+    "a window": lambda table: jax.lax.dynamic_slice(table, (TOKENS[0, 0], 1), (3, 2)),
+}
+
+
+def net(table: jax.Array, x: jax.Array, lookup: Any = LOOKUPS["rows"]) -> jax.Array:
+    """A lookup, products behind it, and the table once more as the head."""
+    h = jnp.sin(lookup(table)) * x
+    for _ in range(2):
+        h = jnp.tanh(h * 1.5 + h.mean())
+    return (jnp.square(h).sum() + jnp.square(table @ table.T).mean()).astype(jnp.float32)
+
+
+def planned(table: jax.Array, x: jax.Array, lookup: Any = LOOKUPS["rows"]) -> jax.Array:
+    """The same in pieces that are recomputed, one after the other."""
+    own = Code(jax.make_jaxpr(partial(net, lookup=lookup))(table, x))
+    half = len(own) // 2
+    pieces = [
+        Piece(first, last, inner=(Piece(first, last),))
+        for first, last in ((0, half), (half, len(own)))
+    ]
+    return run(own, UnrolledPlan(len(own), tuple(pieces)), [table, x])[0]
+
+
+# ---------------------------------------------------------------- its numbers
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS.values(), ids=LOOKUPS)
+def test_it_is_jaxs_own_gradient(lookup: Any) -> None:
+    found, expected = (
+        jax.jit(jax.grad(partial(f, lookup=lookup)))(TABLE, jnp.float32(2)) for f in (planned, net)
+    )
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@given(
+    tokens=st.lists(st.integers(-2 * WORDS, 2 * WORDS), min_size=1, max_size=9),
+    mode=st.sampled_from(["clip", "fill", "wrap"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+@settings(max_examples=15)
+def test_of_any_places(tokens: list[int], mode: Any, dtype: str) -> None:
+    def lookup(table: jax.Array) -> jax.Array:
+        return jnp.take(table.astype(dtype), jnp.asarray(tokens), 0, mode=mode, fill_value=1)
+
+    found, expected = (
+        jax.jit(jax.grad(partial(f, lookup=lookup)))(TABLE, jnp.ones((), dtype))
+        for f in (planned, net)
+    )
+    chex.assert_trees_all_close(found, expected, rtol=2e-2 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: jax.grad(f, (0, 1)),
+        lambda f: jax.jit(lambda t, x: jax.vmap(jax.grad(f), (None, 0))(t, jnp.stack([x, -x]))),
+        lambda f: jax.jit(lambda t, x: jax.vmap(jax.grad(f), (0, None))(jnp.stack([t, -t]), x)),
+        lambda f: jax.jit(lambda t, x: jax.jvp(partial(f, x=x), (t,), (jnp.cos(t),))),
+        lambda f: jax.jit(jax.grad(lambda t, x: jnp.square(jax.grad(f)(t, x)).sum())),
+        lambda f: jax.jit(
+            lambda t, x: jax.jvp(jax.grad(partial(f, x=x)), (t,), (jnp.cos(t),)),
+        ),
+    ],
+    ids=["grad", "vmap", "vmap of tables", "forward", "twice", "forward over reverse"],
+)
+def test_derivatives_are_those_of_the_plain_code(transformed: Any) -> None:
+    found, expected = (transformed(f)(TABLE, jnp.float32(2)) for f in (planned, net))
+    chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- on meshes
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "manual"])
+def test_tables_and_tokens_may_be_spread(kind: str) -> None:
+    types = jax.sharding.AxisType.Explicit if kind == "explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(types,))
+
+    def loss(f: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        def lookup(table: jax.Array) -> jax.Array:
+            if kind == "explicit":
+                return table.at[tokens].get(out_sharding=PartitionSpec("data"))
+            return table[tokens]
+
+        return f(table, jnp.float32(2), lookup)
+
+    def gradient(f: Any) -> Any:
+        if kind != "manual":
+            return jax.grad(partial(loss, f))
+        spread = PartitionSpec("data")
+        return jax.shard_map(
+            jax.grad(partial(loss, f)),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), spread),
+            out_specs=PartitionSpec(),
+        )
+
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(TOKENS, NamedSharding(mesh, PartitionSpec("data")))
+        table = jax.device_put(TABLE, NamedSharding(mesh, PartitionSpec()))
+        found, expected = (jax.jit(gradient(f))(table, spread) for f in (planned, net))
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- what it needs
+
+
+@jaxmem.remat_sqrt
+def model(params: Any, tokens: jax.Array) -> jax.Array:
+    h = params["embed"].astype(jnp.bfloat16)[tokens]
+    for w in params["layers"]:
+        up, down = (w[name].astype(h.dtype) for name in ("up", "down"))
+        h = h + jnp.tanh(h @ up) @ down
+    return h @ params["head"].astype(h.dtype)
+
+
+@pytest.mark.slow
+def test_a_gpu_has_no_zeros_of_the_table_while_layers_are_reversed() -> None:
+    words, width, inner, rows = 8192, 1024, 8192, 4096
+    layer = {"up": Spec((width, inner), "float32"), "down": Spec((inner, width), "float32")}
+    params = {
+        "embed": Spec((words, width), "float32"),
+        "head": Spec((width, words), "float32"),
+        "layers": [layer] * 6,
+    }
+
+    def step(params: Any, tokens: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits = model(params, tokens).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    def needed() -> int:
+        args: Any = params, Spec((rows,), "int32")
+        options: Any = {"donate_argnums": (0,), "target": "h100-80g", "suggest": False}
+        return jaxmem.memory_report(step, *args, **options).required_bytes
+
+    late = needed()
+    with mock.patch.object(code, "reversed_late", return_value=None):
+        early = needed()
+    assert early - late == pytest.approx(words * width * 2, rel=0.01)
