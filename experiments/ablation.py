@@ -44,7 +44,8 @@ from foreign.nets import NETS
 from foreign.training import Decorator
 from foreign.training import job as train_step
 from jaxmem.estimate import compiler
-from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
+from jaxmem.fitting.step_problem import Cost, StepProblem
+from jaxmem.fitting.ways import build_problem
 
 RESULTS = Path(__file__).parent / "results"
 ALL = "all rules"

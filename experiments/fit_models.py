@@ -27,7 +27,8 @@ import jaxmem
 from common.compiling import request
 from common.table import Record, Table, versions
 from jaxmem._util.text import size
-from jaxmem.fitting.step_problem import StepProblem, build_problem
+from jaxmem.fitting.step_problem import StepProblem
+from jaxmem.fitting.ways import build_problem
 
 RESULTS = Path(__file__).parent / "results"
 

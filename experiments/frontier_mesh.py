@@ -32,7 +32,7 @@ import jaxmem
 from common import picture
 from common.table import Record, Table, markdown, versions
 from jaxmem.fitting.compile_request import CompileRequest
-from jaxmem.fitting.step_problem import build_problem
+from jaxmem.fitting.ways import build_problem
 from mesh import llama
 
 RESULTS = Path(__file__).parent / "results"

@@ -13,7 +13,7 @@ from common.table import Table, versions
 from foreign.nets import Net
 from foreign.table import FIT, OWN, PLAIN, SQRT, Cost, Row
 from foreign.training import job
-from jaxmem.fitting.step_problem import build_problem
+from jaxmem.fitting.ways import build_problem
 
 # ---------------------------------------------------------------- types
 

@@ -31,7 +31,8 @@ from jaxmem.fitting.compile_request import (
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.shortfall import shortfall
-from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
+from jaxmem.fitting.step_problem import Cost, StepProblem
+from jaxmem.fitting.ways import build_problem
 from jaxmem.report.report import MemoryReport
 from jaxmem.solve.search import Searched, SearchResult, search, upcoming
 from jaxmem.solve.steps import StepCandidate

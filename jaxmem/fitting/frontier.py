@@ -28,7 +28,8 @@ from jaxmem.fitting.compile_request import (
 )
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.step_plan import StepPlan
-from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
+from jaxmem.fitting.step_problem import Cost, StepProblem
+from jaxmem.fitting.ways import build_problem
 from jaxmem.report.report import MemoryReport
 
 if TYPE_CHECKING:

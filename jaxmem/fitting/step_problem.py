@@ -1,12 +1,9 @@
-"""What of a step can be planned, and the Pareto front of its plans; no compiler is asked."""
+"""What of a step that is run in one way can be planned, and its plans' Pareto front."""
 
-import contextlib
 import dataclasses
-import gc
 import itertools
-import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -14,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import _jax, targets
 from jaxmem.compile.program import Program
-from jaxmem.errors import JaxmemWarning, NoStackWarning, OffloadWarning, warn
+from jaxmem.errors import JaxmemWarning, NoStackWarning, warn
 from jaxmem.estimate.compiler import of_platform as compiler_of
 from jaxmem.estimate.measured import Measured
 from jaxmem.estimate.roofline import Roofline
@@ -27,8 +24,7 @@ from jaxmem.parallel import partition as parallel
 from jaxmem.policies import PipelineChoice, PipelineNote, Scans
 from jaxmem.report.advice import where_to_decorate
 from jaxmem.report.report import MemoryReport
-from jaxmem.solve.pareto import cost as cost_of
-from jaxmem.solve.pareto import cost_of_part, pareto_optimal
+from jaxmem.solve.pareto import cost_of_part
 from jaxmem.solve.search import expected
 from jaxmem.solve.stacks import Candidate
 from jaxmem.solve.steps import StepCandidate, pareto_front, thinned_front
@@ -154,69 +150,8 @@ class NothingToPlan(ValueError):
     """Nothing in a step is decorated, or nothing of it is differentiated."""
 
 
-# ---------------------------------------------------------------- API
-
-
-def build_problem(ask: CompileRequest, allow_offload: bool, cost: Cost) -> StepProblem:
-    """Trace a step and solve for the Pareto front of its plans.
-
-    On a mesh, where an axis could split what stacks carry from layer to layer and does not, for
-    plans as well that store it split; for each way to run a pipeline that leaves it open; and where
-    scans may be inside of layers, for plans of all the code.
-    """
-    if cost not in get_args(Cost):
-        raise ValueError(f"cost must be one of {', '.join(get_args(Cost))}, got {cost!r}")
-    if cost == "measured" and ask.accelerator is not None:
-        raise ValueError(
-            'cost="measured" runs operations on the attached device, and the target '
-            f'{ask.accelerator.name} is asked for by name; pass target="local" on that machine, or '
-            'cost="roofline"'
-        )
-    if allow_offload and ask.accelerator is None and jax.default_backend() == "cpu":
-        warn(
-            "fit: allow_offload does nothing for the cpu backend, the default here, on which "
-            "device and host memory are one",
-            OffloadWarning,
-        )
-        allow_offload = False
-    with _uncollected():
-        problem, others = _built(ask, allow_offload, cost)
-        variants = [problem]
-        variants += (_built(ask, allow_offload, cost, axis)[0] for axis in others.axes)
-        for choice in others.choices:
-            variants.append(_built(ask, allow_offload, cost, choice=choice)[0])
-        for scans in others.scans:
-            variants += _as_code(ask, allow_offload, cost, scans)
-        return _merged(variants) if len(variants) > 1 else problem
-
-
-# ---------------------------------------------------------------- implementation
-
-# Carries are looked at split where that spares this part of what the least plan needs.
-_WORTH_SPLITTING = 0.02
-# In parts of a forward and a backward pass.
-_LATER = 1e-6
-_BY_LAYER = "by layer"
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """While open, Python does not look for garbage.
-
-    Planning makes a great many objects that stay, and to walk over them again and again took a
-    tenth of its time; what of them is garbage came to 3 MiB.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 @dataclasses.dataclass(frozen=True)
-class _Others:
+class Others:
     """Other ways to run a step.
 
     Attributes:
@@ -230,75 +165,18 @@ class _Others:
     scans: list[Scans]
 
 
-def _as_code(
-    ask: CompileRequest, allow_offload: bool, cost: Cost, scans: Scans
-) -> list[StepProblem]:
-    """The step with scans as parts of the code around them; none where that cannot be planned."""
-    try:
-        # Of what differs from the first way nobody has to be told who gets a plan of that.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JaxmemWarning)
-            return [_built(ask, allow_offload, cost, scans=scans)[0]]
-    except NothingToPlan:
-        return []
+# ---------------------------------------------------------------- API
 
 
-def _merged(variants: Sequence[StepProblem]) -> StepProblem:
-    """One problem of several ways to run the same step."""
-    first = variants[0]
-    plain = [own.plain_seconds for own in variants]
-    for number, own in enumerate(variants):
-        if own.scans != "stacks":
-            plain[number] = plain[0] + _turns_again(first, own)
-        elif own.choice == first.choice:
-            plain[number] = max(plain[number], plain[0])  # that carries are split is not faster
-    # With everything kept it is the same program, of which more is seen where all is looked at; but
-    # in a loop gradients are added to sums otherwise.
-    same = [own for own in variants if own is first or (own.scans == "parts" and not own.in_loop)]
-    everything = max(own.everything for own in same)
-
-    def of(number: int, one: StepCandidate) -> StepCandidate:
-        own = variants[number]
-        unseen = everything - first.everything if own.scans == "stacks" else 0
-        return dataclasses.replace(
-            one,
-            bytes=one.bytes + own.others - first.others + unseen,
-            # Of ways that take the same the first one comes first.
-            seconds=one.seconds + plain[number] - min(plain) + number * _LATER * plain[0],
-            variant=number,
-            kind=one.kind if own.scans == "stacks" else f"{one.kind} scans {own.scans}",
-        )
-
-    def best(several: Sequence[Sequence[StepCandidate]], costs: Any) -> tuple[StepCandidate, ...]:
-        found = [of(number, one) for number, own in enumerate(several) for one in own]
-        return tuple(pareto_optimal(found, costs, rank=lambda one: one.variant))
-
-    whole = best([own.whole for own in variants], cost_of)
-    by_layer = best([own.by_layer for own in variants], cost_of_part)
-    front = thinned_front(whole, first.others)
-    return dataclasses.replace(
-        first, front=front, whole=whole, by_layer=by_layer, variants=tuple(variants)
-    )
-
-
-def _turns_again(first: StepProblem, own: StepProblem) -> float:
-    """Seconds of what scans compute again in each turn that are stacks in the first way."""
-    if own.scans != "checkpointed":
-        return 0.0
-    others = {region.digest for region in own.regions}
-    stacks = (one for one in first.regions if isinstance(one, StackRegion))
-    return sum(one.seconds_again for one in stacks if one.digest not in others)
-
-
-def _built(
+def one_way(
     ask: CompileRequest,
     allow_offload: bool,
     cost: Cost,
     partition: str = "",
     choice: PipelineChoice | None = None,
     scans: Scans = "stacks",
-) -> tuple[StepProblem, _Others]:
-    """A step's problem, and in which other ways it could be run.
+) -> tuple[StepProblem, Others]:
+    """A step's problem as it is run in one way, and in which others it could be.
 
     Args:
       partition: the mesh axis over which carries are split.
@@ -409,7 +287,7 @@ def _built(
     )  # fmt: skip
     least = round(_WORTH_SPLITTING * min(problem.predicted))
     axes = [] if partition else collector.splitting(least)
-    return problem, _Others(axes, collector.choices[1:], [*collector.other_scans])
+    return problem, Others(axes, collector.choices[1:], [*collector.other_scans])
 
 
 def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
@@ -427,6 +305,13 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
     if cost == "measured":
         return Measured(*speeds, compiler=compiler, link=known.link)
     return Roofline(*speeds, flops_only=cost == "flops", compiler=compiler, link=known.link)
+
+
+# ---------------------------------------------------------------- implementation
+
+# Carries are looked at split where that spares this part of what the least plan needs.
+_WORTH_SPLITTING = 0.02
+_BY_LAYER = "by layer"
 
 
 def _unmade(regions: Sequence[Region], gradients: int, devices: int) -> list[int]:

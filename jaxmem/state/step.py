@@ -152,8 +152,9 @@ def value_and_update(
       has_aux: as in jax; the step then returns ((value, aux), params, state).
       microbatches: in how many parts the batch goes through `fun`, as for
         `jaxmem.value_and_grad`: all but the last one add to an accumulator of the parameters' size,
-        and the last one's backward pass updates.  The accumulator is on the device, also of
-        parameters on the host.  None for the batch as it is, without one.
+        and the last one's backward pass updates; all of them add where none is updated in it.  The
+        accumulator is on the device, also of parameters on the host.  None for the batch as it is,
+        without one.
       batch_argnums, rng_argnums, carry_argnums, aux, accumulator_dtype, return_weight: for
         microbatches, as for `jaxmem.value_and_grad`; positions are those of fun's arguments.
       passes: how many backward passes there may be.
@@ -420,7 +421,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Updating(Mean):
-    """Sums gradients of all microbatches but the last, in whose backward pass it updates."""
+    """Sums gradients of all microbatches but the last, in whose backward pass it updates.
+
+    Of all, and updates then, if there is no parameter that is updated in a backward pass.
+    """
 
     optimizer: Any
     state: Any

@@ -20,7 +20,7 @@ from helpers.budgeted import kinds, problem
 import jaxmem
 from common.table import Table
 from jaxmem.fitting.compile_request import CompileRequest
-from jaxmem.fitting.step_problem import build_problem
+from jaxmem.fitting.ways import build_problem
 
 TARGET = "h100-80g"
 

@@ -15,7 +15,8 @@ from jaxmem.estimate import compiler
 from jaxmem.estimate.liveness import _Lives
 from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.regions import StackRegion
-from jaxmem.fitting.step_problem import StepProblem, build_problem
+from jaxmem.fitting.step_problem import StepProblem
+from jaxmem.fitting.ways import build_problem
 
 LAYERS, WIDTH, HEADS, GROUPS, LENGTH = 8, 256, 8, 2, 2048
 

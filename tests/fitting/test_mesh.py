@@ -18,7 +18,8 @@ import jaxmem
 from jaxmem.estimate.values import LayerValue
 from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.regions import StackRegion
-from jaxmem.fitting.step_problem import StepProblem, build_problem
+from jaxmem.fitting.step_problem import StepProblem
+from jaxmem.fitting.ways import build_problem
 
 LAYERS, WIDTH, WIDE, ROWS, LENGTH = 6, 512, 2048, 16, 256
 TARGET = jaxmem.target("h100-80g", devices=8)

@@ -7,7 +7,8 @@ import numpy as np
 
 import jaxmem
 from jaxmem.fitting.compile_request import CompileRequest
-from jaxmem.fitting.step_problem import Cost, StepProblem, build_problem
+from jaxmem.fitting.step_problem import Cost, StepProblem
+from jaxmem.fitting.ways import build_problem
 
 # ---------------------------------------------------------------- API
 
