@@ -164,6 +164,27 @@ def test_microbatches(stage: int) -> None:
     )
 
 
+def called(params: Any, tokens: jax.Array) -> jax.Array:
+    """The same model, its layers called one after the other."""
+    embedding = params["embedding"]
+    x = embedding[tokens]
+    for k in range(LAYERS):
+        x = stack(jax.tree.map(lambda leaf, k=k: leaf[k : k + 1], params["layers"]), x)
+    return optax.softmax_cross_entropy_with_integer_labels(x @ embedding.T, tokens).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "8 bits"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:value_and_update. no parameter is updated")
+def test_microbatches_of_code_in_which_no_parameter_is_updated(stage: int, name: str) -> None:
+    check(
+        stage,
+        name,
+        lambda tx, zero: jaxmem.value_and_update(called, tx, zero=zero, microbatches=2),
+    )
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_microbatches_of_which_each_device_has_its_own(stage: int) -> None:
     def make(optimizer: Any, zero: Zero) -> Any:
