@@ -38,7 +38,9 @@ def reversed_late(eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
 
     @looked_up.defjvp
     def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-        return looked_up(*primals), _lookup_p.bind(tangents[0], primals[1], **eqn.params)
+        # Of what is looked up, estimates know the operation itself.
+        out = _GATHER.bind(*primals, **eqn.params)
+        return out, _lookup_p.bind(tangents[0], primals[1], **eqn.params)
 
     return [looked_up(*operands)]
 
