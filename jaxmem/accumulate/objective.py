@@ -96,17 +96,13 @@ class InBackward(Sink, Protocol):
         call: Call,
         closed: Any,
         params: Sequence[Any],
-        held: Sequence[Any],
+        gradients: Sequence[Any],
         value: Any,
-        total: Callable[[int, Any, Any], Any],
     ) -> Any:
-        """What it makes of the sums over all microbatches, if there is no such parameter.
+        """What it makes of the gradients and the value of the batch, if there is no such parameter.
 
         Args:
           call, closed, params: see `last`.
-          held: of each parameter.
-          value: of the batch.
-          total: how a gradient follows from what is held; its last argument is not read.
         """
         ...
 
@@ -276,11 +272,9 @@ class Objective:
           value, divisor: of the whole batch.
         """
         shared = list(self.params.values())
-
-        def total(k: int, held: Any, _: Any) -> Any:
-            return sink.divided(held, divisor, shared[k])
-
-        return sink.after(call, closed, shared, held, value, total)
+        sums = zip(shards.opened(held), shared, strict=True)
+        gradients = [sink.divided(total, divisor, leaf) for total, leaf in sums]
+        return sink.after(call, closed, shared, gradients, value)
 
     def _traced(
         self, leaves: Mapping[Path, Any], carry: list[Any], size: int

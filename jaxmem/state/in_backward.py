@@ -152,14 +152,13 @@ def has_work(task: Task) -> bool:
     return bool(found.places) and bool(found.update(task).by_row)
 
 
-def after(task: Task, value: Any, total: Total) -> Done:
-    """Update by what was summed, without another backward pass: none `has_work`."""
+def after(task: Task, gradients: Sequence[Any], value: Any) -> Done:
+    """Update by these gradients, with no backward pass, as that `has_work` of no parameter's."""
     found = _found(task)
     update = found.update(task)
     handover = _Handover(update, task)
-    handover.begin(value, total)
-    handover.start_pass(0)
-    handover.end_pass({leaf: total(leaf, held, None) for leaf, held in enumerate(task.before)})
+    handover.begin(value, handover.total)
+    handover.end_pass(dict(enumerate(gradients)))
     params, state = handover.results()
     return Done([], params, state, update, found.elsewhere)
 

@@ -464,12 +464,10 @@ class _Updating(Mean):
         call: Call,
         closed: Any,
         params: Sequence[Any],
-        held: Sequence[Any],
+        gradients: Sequence[Any],
         value: Any,
-        total: Total,
     ) -> Done:
-        task = self._task(call, closed, params, [], shards.opened(held), None)
-        return in_backward.after(task, value, total)
+        return in_backward.after(self._task(call, closed, params, [], [], None), gradients, value)
 
     def _task(
         self,
