@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive, primitives
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import primitives
+from jax.interpreters import ad, batching
 
 from jaxmem import _jax
+from jaxmem.layers.another import another
 from jaxmem.trace.layer import nbytes
 
 # ---------------------------------------------------------------- API
@@ -55,12 +56,8 @@ def _batched(args: Sequence[Any], axes: Sequence[int | None], **params: Any) -> 
 
 
 # Of tangents: jax's own operation in all but its transpose.
-_lookup_p = Primitive("jaxmem_lookup")
-_lookup_p.def_impl(_GATHER.bind)
-_lookup_p.def_abstract_eval(lambda *avals, **params: _GATHER.abstract_eval(*avals, **params)[0])
-ad.primitive_jvps[_lookup_p] = ad.primitive_jvps[_GATHER]
+_lookup_p = another("jaxmem_lookup", _GATHER)
 batching.primitive_batchers[_lookup_p] = _batched
-mlir.register_lowering(_lookup_p, mlir.lower_fun(_GATHER.bind, multiple_results=False))
 
 
 def _transposed(ct: Any, table: Any, places: Any, **params: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
+from jaxmem.layers.another import another
 from jaxmem.trace.layer import nbytes
 
 # ---------------------------------------------------------------- API
@@ -96,10 +97,7 @@ _ALONE: dict[str, Any] = {
 
 def _another(name: str, known: Primitive) -> Primitive:
     """An operation that is one of jax in all but its transpose and what it is lowered to."""
-    made = Primitive(name)
-    made.def_impl(known.bind)
-    made.def_abstract_eval(lambda *avals, **params: known.abstract_eval(*avals, **params)[0])
-    ad.primitive_jvps[made] = ad.primitive_jvps[known]
+    made = another(name, known)
     ad.primitive_transposes[made] = ad.primitive_transposes[known]
 
     def batched(args: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[Any, int]:
@@ -112,7 +110,6 @@ def _another(name: str, known: Primitive) -> Primitive:
         return made.bind(*moved, **params | alone), 0
 
     batching.primitive_batchers[made] = batched
-    mlir.register_lowering(made, mlir.lower_fun(known.bind, multiple_results=False))
     return made
 
 
