@@ -20,6 +20,7 @@ from jaxmem._jax.edits import followed_by as followed_by
 from jaxmem._jax.edits import piece_of as piece_of
 from jaxmem._jax.edits import renamed as renamed
 from jaxmem._jax.edits import reordered as reordered
+from jaxmem._jax.edits import with_equal_once as with_equal_once
 from jaxmem._jax.edits import with_equations as with_equations
 from jaxmem._jax.edits import with_literals_as_inputs as with_literals_as_inputs
 from jaxmem._jax.edits import with_shape as with_shape

@@ -9,7 +9,8 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Var
 from jax.extend.core.primitives import jit_p
 
-from jaxmem._jax.jaxprs import constrains, is_literal, is_var
+from jaxmem._jax.digests import exactly, place_named_by
+from jaxmem._jax.jaxprs import all_subjaxprs, constrains, is_dropped, is_literal, is_var
 from jaxmem._jax.types import Eqn
 
 
@@ -38,6 +39,37 @@ def with_shape(var: Any, shape: Sequence[int]) -> Any:
 def reordered(closed: ClosedJaxpr, order: Sequence[int]) -> ClosedJaxpr:
     """A jaxpr with its equations in another order, in which each can run."""
     return with_equations(closed, [closed.jaxpr.eqns[at] for at in order])
+
+
+def with_equal_once(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr that does once what it did several times to the same values, as compilers do.
+
+    Under a name that a user gave each stays; of names for places in the code the first counts.
+    What has no operands, or holds jaxprs, stays as it is.
+    """
+    eqns: list[Eqn] = []
+    known: dict[Any, Eqn] = {}
+    others: dict[Any, Any] = {}
+
+    def first(atom: Any) -> Any:
+        return others.get(atom, atom) if is_var(atom) else atom
+
+    for eqn in closed.jaxpr.eqns:
+        if any(is_var(atom) and atom in others for atom in eqn.invars):
+            eqn = renamed(eqn, [*map(first, eqn.invars)], eqn.outvars)
+        if _can_be_shared(eqn):
+            held = None if place_named_by(eqn) is not None else exactly(eqn)
+            operands = tuple(atom if is_var(atom) else None for atom in eqn.invars)
+            types = tuple(var.aval for var in eqn.outvars)
+            before = known.setdefault((eqn.primitive, operands, types, eqn.ctx, held), eqn)
+            if before is not eqn:
+                others.update(zip(eqn.outvars, before.outvars, strict=True))
+                continue
+        eqns.append(eqn)
+    if not others:
+        return closed
+    outvars = list(map(first, closed.jaxpr.outvars))
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=outvars), closed.consts)
 
 
 def followed_by(
@@ -161,3 +193,9 @@ def with_literals_as_inputs(
 def _number_of(literal: Any) -> np.ndarray:
     """The value of a number that is written into a jaxpr, in its own type."""
     return np.asarray(literal.val, literal.aval.dtype)
+
+
+def _can_be_shared(eqn: Eqn) -> bool:
+    """Whether of equal operations one can stand for all."""
+    plain = not (eqn.effects or all_subjaxprs(eqn) or any(map(is_dropped, eqn.outvars)))
+    return plain and any(map(is_var, eqn.invars)) and eqn.primitive.name != "optimization_barrier"

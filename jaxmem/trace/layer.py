@@ -415,7 +415,9 @@ class Layer:
         # are added up in another order where there was no jit.
         with context.inside_layer(), _in_reverse_mode():
             traced = _jax.trace(with_residuals, body.jaxpr.in_avals)
-        self.linearised = traced = _jax.inlined(traced)
+        # What is done several times to the same (each of three products casts what it reads) is one
+        # value to compilers, and is kept once; its cotangents are still several, as in the code.
+        self.linearised = traced = _jax.with_equal_once(_jax.inlined(traced))
         self._tree = tree
         self._makers = {var: eqn for eqn in traced.jaxpr.eqns for var in eqn.outvars}
 
@@ -502,7 +504,8 @@ def cheap_values(jaxpr: Any, given: Sequence[Any]) -> set[Any]:
     free = set(given)
     for eqn in jaxpr.eqns:
         inputs = [atom for atom in eqn.invars if not _jax.is_literal(atom)]
-        if eqn.primitive.name in _CHEAP and all(atom in free for atom in inputs):
+        is_cheap = eqn.primitive.name in _CHEAP or _jax.place_named_by(eqn) is not None
+        if is_cheap and all(atom in free for atom in inputs):
             free.update(eqn.outvars)
     return free
 
