@@ -216,6 +216,8 @@ class _Order:
         self._used: set[Any] = set()
         self._large: set[Any] = set()
         self._following = set(gradients)
+        # What repeats the numbers of something smaller, and what that is.
+        self._spread: dict[Any, Any] = {}
         # What the last kernel made, what follows from that, and whether it stands right in front.
         self._before: tuple[Any, ...] = ()
         self._behind: set[Any] = set()
@@ -264,12 +266,13 @@ class _Order:
                 operation=len(self.eqns),
                 anew=anew or self._ended,
                 waits=self._waits(gradients) if large else (),
-                first=tuple(gradients) if done else (),
+                first=self._unspread(gradients) if done else (),
             )
         )
         self.eqns.append(_jax.renamed(eqn, ins, eqn.outvars))
         if gradients:
             self._following.update(eqn.outvars)
+        self._note_spread(eqn, atoms)
         if kernel:
             self._now.clear()
             self._before = tuple(var for var in eqn.outvars if not _jax.is_dropped(var))
@@ -280,9 +283,23 @@ class _Order:
 
     def _waits(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """These gradients, and the last kernel, if they are there without it."""
+        first = self._unspread(gradients)
         if any(atom in self._behind for atom in gradients):
-            return tuple(gradients)  # more in the barrier would be live for nothing
-        return (*gradients, *self._before)
+            return first  # more in the barrier would be live for nothing
+        return tuple(dict.fromkeys([*first, *self._before]))
+
+    def _note_spread(self, eqn: Any, atoms: Sequence[Any]) -> None:
+        """Note what repeats the numbers of something smaller, as the gradient of a mean does."""
+        if len(atoms) == 1 and kind_of(eqn) in ("fused", "view"):
+            size, made = (max(nbytes(var.aval) for var in vars) for vars in (atoms, eqn.outvars))
+            repeats = eqn.primitive.name == "broadcast_in_dim" and made > size
+            if repeats or atoms[0] in self._spread:
+                source = self._spread.get(atoms[0], atoms[0])
+                self._spread.update(dict.fromkeys(eqn.outvars, source))
+
+    def _unspread(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """These, or what they repeat: what goes through a barrier is in memory."""
+        return tuple(dict.fromkeys(self._spread.get(var, var) for var in gradients))
 
     def _wanted(self, atoms: Iterable[Any]) -> list[int]:
         """Places of what has to be recomputed for these to be there."""
