@@ -38,6 +38,8 @@ class Compiler:
         that is kept, a kernel of its own reads the rows for it.
       sums_late: a product whose result is summed over devices, and that nothing reads before the
         end of the backward pass, is computed there, piece by piece, so that its operands wait.
+      holds_casts: outside of loops, where nothing is recomputed, a parameter that is cast for
+        kernels of both passes is cast once, and that is live in between.
       frees_early: of scanned layers, products that no other waits for, as the gradients of
         parameters, are computed as soon as what they read is there, if less is live then.
       holds_fenced: outside of loops, what goes through a barrier of the backward pass is not
@@ -66,6 +68,7 @@ class Compiler:
     merges_readers: bool = False
     sums_late: bool = False
     holds_fenced: bool = False
+    holds_casts: bool = False
     frees_early: bool = False
     stack_traffic: int = 0
 
@@ -80,6 +83,7 @@ GPU = Compiler(
     reduces_inside=True,
     merges_readers=True,
     holds_fenced=True,
+    holds_casts=True,
     frees_early=True,
     stack_traffic=3,  # filled with zeros, written, and copied on the way there or back
 )

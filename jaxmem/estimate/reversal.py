@@ -198,16 +198,19 @@ def without_checkpoint(
 ) -> Keep:
     """What is in memory of code that is under no checkpoint.
 
-    Kept is what kernels read on the way there and on the way back.  What only the way back needs,
-    masks and counts, is computed there.  All else that is elementwise a compiler recomputes by
-    itself, outside of loops, inside of what reads it, if the operations between what is in memory
-    and that cost at most `expensive` (see `_EXPENSIVE`); so of the rest kept is the least from
-    which it follows by such operations.  In unrolled code the exponential of a silu is recomputed;
+    Kept is what kernels read on the way there and on the way back, casts of parameters among it
+    where the compiler finds that both are equal.  What only the way back needs, masks and counts,
+    is computed there.  All else that is elementwise a compiler recomputes by itself, outside of
+    loops, inside of what reads it, if the operations between what is in memory and that cost at
+    most `expensive` (see `_EXPENSIVE`); so of the rest kept is the least from which it follows by
+    such operations.  In unrolled code the exponential of a silu is recomputed;
     the one layer outside of its loop is predicted better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)
     stored = _in_memory(layer, compiler)
     anyway = frozenset(unnamed[at] for at in _read_by_kernels_both_ways(layer, stored)) - graph.free
+    if compiler.holds_casts:
+        anyway |= _casts_read_both_ways(layer, graph.free)
     late = _for_the_way_back(layer) if compiler.delays else frozenset()
     repeated = _repeated(layer.linearised.jaxpr, stored, expensive, compiler) | late
     operations = tuple(
@@ -309,6 +312,16 @@ def _read_by_kernels_both_ways(layer: Layer, stored: Collection[Any]) -> set[int
     """Places of what is in memory once it was computed, and is wanted so by the backward pass."""
     wanted = read_by_kernels(backward_of(layer).closed.jaxpr).intersection(stored)
     return {place for place in layer.kept if place is not None and layer.values[place] in wanted}
+
+
+def _casts_read_both_ways(layer: Layer, free: Collection[int]) -> set[int]:
+    """Places of what is computed of parameters alone, cheaply, and kernels of both passes read."""
+    unnamed = unnamed_places(layer)
+    both = layer.linearised.jaxpr, backward_of(layer).closed.jaxpr
+    read = set.intersection(*map(read_by_kernels, both))
+    places = {unnamed[layer.places[var]] for var in read if var in layer.places}
+    makers = ((place, layer.made_by(layer.values[place])) for place in places.intersection(free))
+    return {place for place, eqn in makers if eqn is not None and kind_of(eqn) == "fused"}
 
 
 def _for_the_way_back(layer: Layer) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class Chain:
             segment = self.segments[first, after] = known[key]
             # Of what passes the stage by, the gradient is there too while it is reversed.
             given = code.live_bytes(self.cuts[after])
-            passing = given - segment.stage.carry_bytes
+            passing = given - segment.stage.carry_bytes + self._tied_bytes(first, after)
             stages[first, after] = dataclasses.replace(
                 segment.stage,
                 carry_bytes=given,
@@ -172,6 +173,22 @@ class Chain:
         return UnrolledPlan(len(self.code), _joined([self._piece(step) for step in steps]), waits)
 
     # ------------------------------------------------------------ implementation
+
+    @functools.cached_property
+    def _tied(self) -> list[tuple[int, int, int]]:
+        """Of parameters that several stages read: first and last of these, and gradient bytes."""
+        readers: dict[Any, list[int]] = {}
+        inputs = {*self.code.closed.jaxpr.invars}
+        for k, (at, end) in enumerate(itertools.pairwise(self.cuts)):
+            for var in inputs.intersection(self.code.reads(at, end)):
+                readers.setdefault(var, []).append(k)
+        several = ((var, ks) for var, ks in readers.items() if len(ks) > 1)
+        reached = ((var, ks) for var, ks in several if _jax.has_tangent(var.aval))
+        return [(ks[0], ks[-1], self.code.gradient_bytes(var)) for var, ks in reached]
+
+    def _tied_bytes(self, first: int, after: int) -> int:
+        """Of the gradients of parameters that stages behind these read, and those in front too."""
+        return sum(size for low, high, size in self._tied if low < after <= high)
 
     def _widths(self) -> list[tuple[int, int]]:
         """First and after of each stage; of two, four, eight ... as one, and of all.

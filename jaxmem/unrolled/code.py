@@ -108,6 +108,24 @@ class Code:
         return _jax.with_literals_as_inputs(self.closed, places)
 
     @functools.cached_property
+    def _views(self) -> dict[Any, Any]:
+        """Transposed and reshaped inputs, and what these are of."""
+        found: dict[Any, Any] = {}
+        for eqn in self.eqns:
+            if eqn.primitive in (primitives.transpose_p, primitives.reshape_p):
+                given = eqn.invars[0]
+                if given in self._inputs or given in found:
+                    found[eqn.outvars[0]] = found.get(given, given)
+        return found
+
+    def _behind_view(self, var: Any) -> Any:
+        return self._views.get(var, var)
+
+    @functools.cached_property
+    def _cheap(self) -> set[Any]:
+        return _cheap_in(self.closed.jaxpr)
+
+    @functools.cached_property
     def given(self) -> frozenset[Any]:
         return self._inputs.union(*map(self._shared, self.runs))
 
@@ -179,7 +197,9 @@ class Code:
             near = min(sizes[max(low, 1) : min(high, count - 1) + 1])
             # Behind an operation that is fused with what it reads, not in front of it.
             fused = kind_of(self.eqns[at]) in ("fused", "view") and sizes[at + 1] <= sizes[at]
-            if sizes[at] <= 1.05 * near and not (fused and kernels):
+            # Nor behind what follows from parameters alone, and stands in front of its reader.
+            cheap = all(var in self._cheap for var in self.eqns[at - 1].outvars)
+            if sizes[at] <= 1.05 * near and not (fused and kernels) and not cheap:
                 good.append(at)
         good = _spread(good, total, sizes, total[-1] / (4 * most))
         found = {run.after for run in self.runs}
@@ -213,14 +233,27 @@ class Code:
         return list(found)
 
     @functools.cached_property
-    def read_as_they_are(self) -> frozenset[Any]:
-        """Inputs that are matrices, or of more dimensions, and not read by casts alone.
+    def only_cast(self) -> frozenset[Any]:
+        """Inputs that are matrices, or of more dimensions, and that only casts read.
 
-        Their gradients are made by themselves, for GPUs (`run._together`).
+        Transposed or not.  Each gradient of these is made by itself, for GPUs, before it is cast
+        back (`_with_own_gradient`); those of others are in `run._together`.
         """
-        casts = Counter(eqn.invars[0] for eqn in filter(self._is_cast_matrix, self.eqns))
-        several = (var for var in self._inputs if len(var.aval.shape) > 1)
-        return frozenset(var for var in several if casts[var] < self._readers[var])
+        otherwise = set(filter(_jax.is_var, self.closed.jaxpr.outvars))
+        for eqn in self.eqns:
+            if not (self._is_cast_matrix(eqn) or self._views.keys() & set(eqn.outvars)):
+                otherwise.update(filter(_jax.is_var, eqn.invars))
+        others = self._inputs - set(map(self._behind_view, otherwise))
+        return frozenset(v for v in others if len(v.aval.shape) > 1 and self._readers[v])
+
+    def gradient_bytes(self, var: Any) -> int:
+        """Of an input's gradient: of a matrix that is only cast, in what it is cast to."""
+        if var not in self.only_cast:
+            return self.bytes(var)
+        casts = (eqn for eqn in self.eqns if self._is_cast_matrix(eqn))
+        own = (eqn.outvars[0] for eqn in casts if self._behind_view(eqn.invars[0]) is var)
+        wide = max(cast.aval.dtype.itemsize for cast in own)
+        return self.bytes(var) * wide // var.aval.dtype.itemsize
 
     def gives(self, first: int, last: int) -> list[Any]:
         """What operations first..last-1 make and others, or the caller, read."""
@@ -330,7 +363,7 @@ class Code:
         if eqn.primitive is not primitives.convert_element_type_p:
             return False
         (given,), (made,) = eqn.invars, eqn.outvars
-        is_matrix = given in self._inputs and len(made.aval.shape) > 1
+        is_matrix = self._behind_view(given) in self._inputs and len(made.aval.shape) > 1
         return is_matrix and _jax.has_tangent(given.aval) and _jax.has_tangent(made.aval)
 
     def _has_own_gradient(self, atoms: Sequence[Any]) -> bool:
@@ -419,7 +452,7 @@ def _is_array(value: Any) -> bool:
 def _late(closed: ClosedJaxpr) -> list[int]:
     """The order of the equations with those that read only parameters as late as can be."""
     jaxpr = closed.jaxpr
-    cheap = cheap_values(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
+    cheap = _cheap_in(jaxpr)
     makers = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     order: list[int] = []
     placed: set[int] = set()
@@ -439,6 +472,11 @@ def _late(closed: ClosedJaxpr) -> list[int]:
     for at in range(len(jaxpr.eqns)):
         place(at)
     return order
+
+
+def _cheap_in(jaxpr: Any) -> set[Any]:
+    """What follows cheaply from inputs alone."""
+    return cheap_values(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
 
 
 def _spread(

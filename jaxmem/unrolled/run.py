@@ -61,7 +61,8 @@ def _together(
     (a parameter) that other pieces read too is made by itself: the compiler of TPUs would else make
     it where it adds theirs to it, and hold all that it is made of till then.  So is, for GPUs, that
     of a matrix: the compiler would else make it in a layout in which the optimizer does not update
-    the matrix in its place, and copy that, or all of its state.
+    the matrix in its place, and copy that, or all of its state; but where it is made by itself in
+    the dtype that the matrix was cast to.
 
     Args:
       sums: whether gradients of small parameters (biases, scales of norms) are made in the same go.
@@ -75,10 +76,12 @@ def _together(
     own = [var for var in reached if var in inputs and var not in shared]
     most = max((nbytes(var.aval) for var in made), default=0)
     small = [var for var in own if sums and nbytes(var.aval) * _SUMS <= most]
-    # What stands in one group has its gradients made in one go.
-    groups = [[var] for var in reached if var in inputs and var in shared]
+    alone = [var for var in reached if var in inputs and var in shared]
     if platform() != "tpu":
-        groups += [[var] for var in own if var not in small and var in code.read_as_they_are]
+        alone += [var for var in own if var not in small and len(var.aval.shape) > 1]
+        alone = [var for var in alone if var not in code.only_cast]
+    # What stands in one group has its gradients made in one go.
+    groups = [[var] for var in alone]
     # Under `shard_map` those of a kind: all of a barrier varies over the same axes.
     for kind in dict.fromkeys(_jax.varying(values[var]) for var in made):
         same = [var for var in (*made, *small) if _jax.varying(values[var]) == kind]
