@@ -184,7 +184,11 @@ class Chain:
                 readers.setdefault(var, []).append(k)
         several = ((var, ks) for var, ks in readers.items() if len(ks) > 1)
         reached = ((var, ks) for var, ks in several if _jax.has_tangent(var.aval))
-        return [(ks[0], ks[-1], self.code.gradient_bytes(var)) for var, ks in reached]
+        return [(ks[0], ks[-1], self._between(var, len(ks))) for var, ks in reached]
+
+    def _between(self, var: Any, readers: int) -> int:
+        """Bytes of the gradient of a parameter that is still to be added to: a sum is not cast."""
+        return self.code.gradient_bytes(var) if readers == 2 else self.code.bytes(var)
 
     def _tied_bytes(self, first: int, after: int) -> int:
         """Of the gradients of parameters that stages behind these read, and those in front too."""

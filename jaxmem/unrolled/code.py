@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, primitives
+from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.estimate.counting import kind_of
@@ -27,6 +27,7 @@ from jaxmem.parallel.messages import Spec
 from jaxmem.parallel.partition import Partition
 from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Body, Layer, NoReverseMode, Wrt, cheap_values, nbytes
+from jaxmem.unrolled.casts import Casts
 from jaxmem.unrolled.gradients import with_gradients_together
 from jaxmem.unrolled.runs import Run, find_runs
 
@@ -41,6 +42,7 @@ class Code:
         right in front of what first reads it.
       live: for each place between operations, from before the first to after the last, the
         values that are made before and read after it.
+      casts: of parameters.
       runs: equal layers, one after the other.
       given: what is there for each segment that reads it: inputs, constants, and what the layers
         of a run share (a mask, the result of an encoder), which is held till all of them are
@@ -53,6 +55,7 @@ class Code:
         self.eqns: Sequence[Any] = self.closed.jaxpr.eqns
         self.live = self._live()
         self._inputs = frozenset([*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars])
+        self.casts = Casts(self.eqns, self.closed.jaxpr.outvars, self._inputs)
         self._makers = {var: at for at, eqn in enumerate(self.eqns) for var in eqn.outvars}
         reads = [atom for eqn in self.eqns for atom in eqn.invars]
         self._readers = Counter(filter(_jax.is_var, [*reads, *self.closed.jaxpr.outvars]))
@@ -106,20 +109,6 @@ class Code:
                     for at in run.places[:-1]:
                         places.setdefault(at + offset, []).append(operand)
         return _jax.with_literals_as_inputs(self.closed, places)
-
-    @functools.cached_property
-    def _views(self) -> dict[Any, Any]:
-        """Transposed and reshaped inputs, and what these are of."""
-        found: dict[Any, Any] = {}
-        for eqn in self.eqns:
-            if eqn.primitive in (primitives.transpose_p, primitives.reshape_p):
-                given = eqn.invars[0]
-                if given in self._inputs or given in found:
-                    found[eqn.outvars[0]] = found.get(given, given)
-        return found
-
-    def _behind_view(self, var: Any) -> Any:
-        return self._views.get(var, var)
 
     @functools.cached_property
     def _cheap(self) -> set[Any]:
@@ -232,28 +221,10 @@ class Code:
         self._known_reads[first, last] = tuple(found)
         return list(found)
 
-    @functools.cached_property
-    def only_cast(self) -> frozenset[Any]:
-        """Inputs that are matrices, or of more dimensions, and that only casts read.
-
-        Transposed or not.  Each gradient of these is made by itself, for GPUs, before it is cast
-        back (`_with_own_gradient`); those of others are in `run._together`.
-        """
-        otherwise = set(filter(_jax.is_var, self.closed.jaxpr.outvars))
-        for eqn in self.eqns:
-            if not (self._is_cast_matrix(eqn) or self._views.keys() & set(eqn.outvars)):
-                otherwise.update(filter(_jax.is_var, eqn.invars))
-        others = self._inputs - set(map(self._behind_view, otherwise))
-        return frozenset(v for v in others if len(v.aval.shape) > 1 and self._readers[v])
-
     def gradient_bytes(self, var: Any) -> int:
         """Of an input's gradient: of a matrix that is only cast, in what it is cast to."""
-        if var not in self.only_cast:
-            return self.bytes(var)
-        casts = (eqn for eqn in self.eqns if self._is_cast_matrix(eqn))
-        own = (eqn.outvars[0] for eqn in casts if self._behind_view(eqn.invars[0]) is var)
-        wide = max(cast.aval.dtype.itemsize for cast in own)
-        return self.bytes(var) * wide // var.aval.dtype.itemsize
+        own: int = var.aval.dtype.itemsize
+        return self.bytes(var) * self.casts.only.get(var, own) // own
 
     def gives(self, first: int, last: int) -> list[Any]:
         """What operations first..last-1 make and others, or the caller, read."""
@@ -354,17 +325,9 @@ class Code:
         products give what is cast already.
         """
         outs = _named(place, outs)
-        if platform() != "tpu" and self._is_cast_matrix(self.eqns[place]):
+        if platform() != "tpu" and self.eqns[place] in self.casts:
             return with_gradients_together(outs)
         return outs
-
-    def _is_cast_matrix(self, eqn: Any) -> bool:
-        """Whether an operation casts a parameter that is no vector, and has a gradient."""
-        if eqn.primitive is not primitives.convert_element_type_p:
-            return False
-        (given,), (made,) = eqn.invars, eqn.outvars
-        is_matrix = self._behind_view(given) in self._inputs and len(made.aval.shape) > 1
-        return is_matrix and _jax.has_tangent(given.aval) and _jax.has_tangent(made.aval)
 
     def _has_own_gradient(self, atoms: Sequence[Any]) -> bool:
         """Whether what an operation reads first gets its gradient from it, by itself.

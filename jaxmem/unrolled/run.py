@@ -79,7 +79,7 @@ def _together(
     alone = [var for var in reached if var in inputs and var in shared]
     if platform() != "tpu":
         alone += [var for var in own if var not in small and len(var.aval.shape) > 1]
-        alone = [var for var in alone if var not in code.only_cast]
+        alone = [var for var in alone if var not in code.casts.only]
     # What stands in one group has its gradients made in one go.
     groups = [[var] for var in alone]
     # Under `shard_map` those of a kind: all of a barrier varies over the same axes.

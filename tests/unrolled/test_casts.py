@@ -63,7 +63,7 @@ def test_gradients_are_in_what_matrices_are_cast_to() -> None:
     found = code_of(several, params, normal(2, 8, 16).astype(jnp.bfloat16))
     *of_params, _ = found.closed.jaxpr.invars
     names = dict(zip(of_params, sorted(params), strict=True))
-    assert {names[var] for var in found.only_cast} == {"cast", "turned"}
+    assert {names[var] for var in found.casts.only} == {"cast", "turned"}
     sizes = {name: found.gradient_bytes(var) for var, name in names.items()}
     assert sizes == {"both": 1024, "cast": 512, "plain": 1024, "turned": 512}
 
