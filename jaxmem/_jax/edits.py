@@ -198,4 +198,8 @@ def _number_of(literal: Any) -> np.ndarray:
 def _can_be_shared(eqn: Eqn) -> bool:
     """Whether of equal operations one can stand for all."""
     plain = not (eqn.effects or all_subjaxprs(eqn) or any(map(is_dropped, eqn.outvars)))
-    return plain and any(map(is_var, eqn.invars)) and eqn.primitive.name != "optimization_barrier"
+    return plain and any(map(is_var, eqn.invars)) and eqn.primitive.name not in _EACH_ITS_OWN
+
+
+# A barrier is there to keep things apart, and of these random numbers each draw is another.
+_EACH_ITS_OWN = frozenset({"optimization_barrier", "rng_uniform"})

@@ -203,8 +203,8 @@ def without_checkpoint(
     is computed there.  All else that is elementwise a compiler recomputes by itself, outside of
     loops, inside of what reads it, if the operations between what is in memory and that cost at
     most `expensive` (see `_EXPENSIVE`); so of the rest kept is the least from which it follows by
-    such operations.  In unrolled code the exponential of a silu is recomputed;
-    the one layer outside of its loop is predicted better with none, but on TPUs.
+    such operations.  In unrolled code the exponential of a silu is recomputed; the one layer
+    outside of its loop is predicted better with none, but on TPUs.
     """
     unnamed = unnamed_places(layer)
     stored = _in_memory(layer, compiler)

@@ -82,6 +82,15 @@ def test_barriers_loops_and_what_has_effects_stay() -> None:
         assert found.count(name) == 2, name
 
 
+def test_draws_that_no_key_is_for_stay() -> None:
+    def f(low: jax.Array, high: jax.Array) -> jax.Array:
+        return jax.lax.rng_uniform(low, high, (2,)) + jax.lax.rng_uniform(low, high, (2,))
+
+    closed = jax.make_jaxpr(f)(0.0, 1.0)
+    names = [eqn.primitive.name for eqn in _jax.with_equal_once(closed).jaxpr.eqns]
+    assert names.count("rng_uniform") == 2
+
+
 # ---------------------------------------------------------------- layers
 
 WIDTH, ROWS, LAYERS = 64, 256, 4
