@@ -210,7 +210,7 @@ def without_checkpoint(
     stored = _in_memory(layer, compiler)
     anyway = frozenset(unnamed[at] for at in _read_by_kernels_both_ways(layer, stored)) - graph.free
     if compiler.holds_casts:
-        anyway |= _casts_read_both_ways(layer, graph.free)
+        anyway |= _casts_read_both_ways(layer)
     late = _for_the_way_back(layer) if compiler.delays else frozenset()
     repeated = _repeated(layer.linearised.jaxpr, stored, expensive, compiler) | late
     operations = tuple(
@@ -314,14 +314,18 @@ def _read_by_kernels_both_ways(layer: Layer, stored: Collection[Any]) -> set[int
     return {place for place in layer.kept if place is not None and layer.values[place] in wanted}
 
 
-def _casts_read_both_ways(layer: Layer, free: Collection[int]) -> set[int]:
-    """Places of what is computed of parameters alone, cheaply, and kernels of both passes read."""
-    unnamed = unnamed_places(layer)
-    both = layer.linearised.jaxpr, backward_of(layer).closed.jaxpr
-    read = set.intersection(*map(read_by_kernels, both))
-    places = {unnamed[layer.places[var]] for var in read if var in layer.places}
-    makers = ((place, layer.made_by(layer.values[place])) for place in places.intersection(free))
-    return {place for place, eqn in makers if eqn is not None and kind_of(eqn) == "fused"}
+def _casts_read_both_ways(layer: Layer) -> set[int]:
+    """Places of parameters that are cast, transposed or not, for kernels of both passes."""
+    jaxpr, unnamed = layer.linearised.jaxpr, unnamed_places(layer)
+    given = {*jaxpr.constvars, *layer.body.split_in(jaxpr.invars)[0]}
+    cast: set[int] = set()
+    for eqn in jaxpr.eqns:
+        is_cast = eqn.primitive.name == "convert_element_type"
+        if (is_cast or kind_of(eqn) == "view") and given.issuperset(eqn.invars):
+            given.update(eqn.outvars)
+            cast.update(layer.places[var] for var in eqn.outvars if is_cast)
+    read = read_by_kernels(jaxpr) & read_by_kernels(backward_of(layer).closed.jaxpr)
+    return cast.intersection(unnamed[layer.places[var]] for var in read if var in layer.places)
 
 
 def _for_the_way_back(layer: Layer) -> frozenset[int]:

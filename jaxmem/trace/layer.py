@@ -504,8 +504,7 @@ def cheap_values(jaxpr: Any, given: Sequence[Any]) -> set[Any]:
     free = set(given)
     for eqn in jaxpr.eqns:
         inputs = [atom for atom in eqn.invars if not _jax.is_literal(atom)]
-        is_cheap = eqn.primitive.name in _CHEAP or _jax.place_named_by(eqn) is not None
-        if is_cheap and all(atom in free for atom in inputs):
+        if eqn.primitive.name in _CHEAP and all(atom in free for atom in inputs):
             free.update(eqn.outvars)
     return free
 

@@ -186,9 +186,7 @@ class Code:
             near = min(sizes[max(low, 1) : min(high, count - 1) + 1])
             # Behind an operation that is fused with what it reads, not in front of it.
             fused = kind_of(self.eqns[at]) in ("fused", "view") and sizes[at + 1] <= sizes[at]
-            # Nor behind what follows from parameters alone, and stands in front of its reader.
-            cheap = all(var in self._cheap for var in self.eqns[at - 1].outvars)
-            if sizes[at] <= 1.05 * near and not (fused and kernels) and not cheap:
+            if sizes[at] <= 1.05 * near and not (fused and kernels) and not self._parts_cast(at):
                 good.append(at)
         good = _spread(good, total, sizes, total[-1] / (4 * most))
         found = {run.after for run in self.runs}
@@ -299,6 +297,16 @@ class Code:
         return self._parts.layer(layer, operands, results)
 
     # ------------------------------------------------------------ implementation
+
+    def _parts_cast(self, at: int) -> bool:
+        """Whether a cut would part what follows from inputs alone, as a cast does, from its reader.
+
+        Which does not itself follow from inputs alone.
+        """
+        made, reader = self.eqns[at - 1].outvars, self.eqns[at]
+        if self._cheap.issuperset(reader.outvars) or not self._cheap.issuperset(made):
+            return False
+        return not set(made).isdisjoint(filter(_jax.is_var, reader.invars))
 
     def _run(self, closed: ClosedJaxpr, first: int, last: int, given: Mapping[Any, Any]) -> list:
         return _jax.evaluate(
