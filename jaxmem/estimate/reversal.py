@@ -321,7 +321,8 @@ def _casts_read_both_ways(layer: Layer) -> set[int]:
     cast: set[int] = set()
     for eqn in jaxpr.eqns:
         is_cast = eqn.primitive.name == "convert_element_type"
-        if (is_cast or kind_of(eqn) == "view") and given.issuperset(eqn.invars):
+        follows = all(_jax.is_var(atom) and atom in given for atom in eqn.invars)
+        if follows and (is_cast or kind_of(eqn) == "view"):
             given.update(eqn.outvars)
             cast.update(layer.places[var] for var in eqn.outvars if is_cast)
     read = read_by_kernels(jaxpr) & read_by_kernels(backward_of(layer).closed.jaxpr)
