@@ -12,7 +12,7 @@ import copy
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,9 @@ class Code:
 
     def __init__(self, closed: ClosedJaxpr) -> None:
         inlined = _jax.inlined(closed)
-        self.closed = _jax.reordered(inlined, _late(inlined))
+        jaxpr = inlined.jaxpr
+        self._cheap = cheap_values(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
+        self.closed = _jax.reordered(inlined, _late(inlined, self._cheap))
         self.eqns: Sequence[Any] = self.closed.jaxpr.eqns
         self.live = self._live()
         self._inputs = frozenset([*self.closed.jaxpr.invars, *self.closed.jaxpr.constvars])
@@ -109,10 +111,6 @@ class Code:
                     for at in run.places[:-1]:
                         places.setdefault(at + offset, []).append(operand)
         return _jax.with_literals_as_inputs(self.closed, places)
-
-    @functools.cached_property
-    def _cheap(self) -> set[Any]:
-        return _cheap_in(self.closed.jaxpr)
 
     @functools.cached_property
     def given(self) -> frozenset[Any]:
@@ -420,10 +418,13 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array) and value.dtype != jax.dtypes.float0
 
 
-def _late(closed: ClosedJaxpr) -> list[int]:
-    """The order of the equations with those that read only parameters as late as can be."""
+def _late(closed: ClosedJaxpr, cheap: Collection[Any]) -> list[int]:
+    """The order of the equations with those that read only parameters as late as can be.
+
+    Args:
+      cheap: what follows cheaply from inputs alone.
+    """
     jaxpr = closed.jaxpr
-    cheap = _cheap_in(jaxpr)
     makers = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     order: list[int] = []
     placed: set[int] = set()
@@ -443,11 +444,6 @@ def _late(closed: ClosedJaxpr) -> list[int]:
     for at in range(len(jaxpr.eqns)):
         place(at)
     return order
-
-
-def _cheap_in(jaxpr: Any) -> set[Any]:
-    """What follows cheaply from inputs alone."""
-    return cheap_values(jaxpr, [*jaxpr.constvars, *jaxpr.invars])
 
 
 def _spread(
