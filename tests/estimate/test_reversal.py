@@ -347,7 +347,7 @@ def test_experts_are_predicted_with_gradients_of_parameters_first() -> None:
     how: Any = {"target": TARGET, "donate": (0,)}
     ask = question(*step, **how)
     found = problem(*step, **how, cost="flops")
-    assert abs(off_of(found, ask, 0.7)) < 0.05
+    assert abs(off_of(found, ask, 1.0)) < 0.05  # of other plans up to 11 %
     late = dataclasses.replace(GPU, frees_early=False)
     with mock.patch.object(compiler, "GPU", late):
         other = problem(*step, **how, cost="flops")
