@@ -12,31 +12,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxmem import _jax
 from jaxmem._util.imported import nnx_is_used
 from jaxmem._util.text import columns, size
 from jaxmem.accumulate import modules, shards
-from jaxmem.accumulate.call import Call, positional, there
-from jaxmem.accumulate.gradient import Mean, accumulate, outputs
+from jaxmem.accumulate.call import positional, there
+from jaxmem.accumulate.gradient import accumulate, outputs
 from jaxmem.accumulate.micro import real_loss
 from jaxmem.accumulate.parts import Parts
 from jaxmem.accumulate.trees import (
-    at_least_float32,
     described,
-    difference,
     floating,
     leaf_names,
-    sum_dtype,
 )
 from jaxmem.accumulate.weighted import Weighted
 from jaxmem.errors import JaxmemWarning, check_positive, warn
 from jaxmem.parallel.zero import Zero
 from jaxmem.state import created, in_backward, stored
 from jaxmem.state.in_backward import Done, Task, Total
+from jaxmem.state.on_leaves import OnLeaves, device_type, pure
 from jaxmem.state.places import Places
-from jaxmem.state.update import traced
+from jaxmem.state.updating import Updating
 from jaxmem.state.wrapping import check_optimizer
 from jaxmem.trace.arguments import is_array
 
@@ -365,9 +362,9 @@ class Step:
         def seed(outs: Sequence[Any]) -> tuple[Any, Any, Total]:
             return jnp.ones((), outs[0].dtype), outs[0], lambda leaf, before, gradient: gradient
 
-        trees = _Trees(self._optimizer, _pure(tree, leaves), leaves, state)
+        trees = OnLeaves(self._optimizer, pure(tree, leaves), leaves, state)
         places = Places.of(self._zero, names, leaves, state)
-        value = _type(closed.out_avals[0], closed.out_avals[0].dtype)
+        value = device_type(closed.out_avals[0], closed.out_avals[0].dtype)
         done = in_backward.run(
             Task(
                 closed=closed,
@@ -377,7 +374,7 @@ class Step:
                 update=trees.update(value, places),
                 before=[None] * len(leaves),
                 seed=seed,
-                gradient_types=places.types([_type(leaf, leaf.dtype) for leaf in leaves]),
+                gradient_types=places.types([device_type(leaf, leaf.dtype) for leaf in leaves]),
                 passes=self._passes,
                 places=places,
             )
@@ -398,7 +395,7 @@ class Step:
         given, kwargs = positional(self._fun, given, kwargs)
         if 0 in there(self._fun, given, "batch_argnums", self._parts.batch_argnums):
             raise ValueError(_BATCH_IS_PARAMS)
-        sink = _Updating(
+        sink = Updating(
             self._dtype,
             None,
             self._zero,
@@ -417,182 +414,6 @@ class Step:
 
 
 # ---------------------------------------------------------------- implementation
-
-
-@dataclasses.dataclass(frozen=True)
-class _Updating(Mean):
-    """Sums gradients of all microbatches but the last, in whose backward pass it updates.
-
-    Of all, and updates then, if there is no parameter that is updated in a backward pass.
-    """
-
-    optimizer: Any
-    state: Any
-    passes: int
-    microbatches: int
-    in_backward = True
-
-    def begin(
-        self, leaves: Sequence[jax.Array], names: Sequence[str], axes: Sequence[str]
-    ) -> list[Any]:
-        if self.microbatches == 1:
-            return [None] * len(leaves)
-        return super().begin(leaves, names, axes)
-
-    def nothing(self, gradient: jax.Array) -> jax.Array:
-        return jnp.zeros_like(gradient, dtype=sum_dtype(gradient, self.dtype))
-
-    def end(self, held: Any, divisor: Any, axes: Sequence[str]) -> Any:
-        return held
-
-    def last(
-        self,
-        call: Call,
-        closed: Any,
-        params: Sequence[Any],
-        rest: Sequence[Any],
-        held: Sequence[Any],
-        seed: Callable[[Sequence[Any]], Any],
-    ) -> Done:
-        return in_backward.run(self._task(call, closed, params, rest, shards.opened(held), seed))
-
-    def has_work(self, call: Call, closed: Any, params: Sequence[Any]) -> bool:
-        return in_backward.has_work(self._task(call, closed, params, [], [], None))
-
-    def after(
-        self,
-        call: Call,
-        closed: Any,
-        params: Sequence[Any],
-        gradients: Sequence[Any],
-        value: Any,
-    ) -> Done:
-        return in_backward.after(self._task(call, closed, params, [], [], None), gradients, value)
-
-    def _task(
-        self,
-        call: Call,
-        closed: Any,
-        params: Sequence[Any],
-        rest: Sequence[Any],
-        before: Sequence[Any],
-        seed: Any,
-    ) -> Task:
-        params = list(params)
-        trees = _Trees(self.optimizer, _pure(call.trees[0], params), params, self.state)
-        types = [_type(leaf, sum_dtype(leaf, self.dtype)) for leaf in params]
-        value = _type(closed.out_avals[0], at_least_float32(closed.out_avals[0].dtype))
-        names = [call.names[path] for path in call.diff]
-        places = Places.of(self.zero, names, params, self.state)
-        return Task(
-            closed=closed,
-            params=params,
-            rest=rest,
-            state=trees.state_leaves,
-            update=trees.update(value, places),
-            before=before,
-            seed=seed,
-            gradient_types=places.types(types),
-            passes=self.passes,
-            places=places,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trees:
-    """The optimizer on trees, as a program on leaves."""
-
-    optimizer: Any
-    tree: Any
-    params: Sequence[Any]
-    state: Any
-
-    def __post_init__(self) -> None:
-        params = self.tree.unflatten(self.params)
-        wanted = jax.eval_shape(self.optimizer.init, params)
-        state, wanted = map(stored.types, (self.state, wanted))
-        found = difference(state, wanted, ("the state", "what optimizer.init(params) returns"))
-        if found:
-            raise ValueError(
-                f"the state is not of this optimizer and these parameters: {found}; pass what "
-                "optimizer.init(params) returned, or what a step before did"
-            )
-
-    @property
-    def state_leaves(self) -> list[Any]:
-        leaves, _ = stored.flatten(self.state)
-        return [leaf if stored.is_on_disk(leaf) else jnp.asarray(leaf) for leaf in leaves]
-
-    @property
-    def state_tree(self) -> Any:
-        return stored.flatten(self.state)[1]
-
-    def update(self, value: Any, places: Places) -> Callable[[Sequence[Any]], Any]:
-        """From types of gradients to the program of the update; `value` is the loss's type."""
-        types = places.types([_type(leaf, leaf.dtype) for leaf in self.params])
-        params = self.tree.unflatten(types)
-        state = self.state_tree.unflatten(list(map(stored.typed, self.state_leaves)))
-
-        def update(gradients: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
-            extra = {}
-            if isinstance(self.optimizer, optax.GradientTransformationExtraArgs):
-                extra = {"value": value}
-            updates, after = self._call(gradients, state, params, extra)
-            self._check(updates, params, "the tree of updates", "that of the parameters")
-            new = optax.apply_updates(params, updates)
-            self._check(after, state, "the state after a step", "that before it")
-            return new, after
-
-        def program(types: Sequence[Any]) -> Any:
-            gradients = self.tree.unflatten(list(types))
-            return traced(update, gradients, state, params, value)
-
-        return program
-
-    def _call(self, gradients: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
-        try:
-            found = self.optimizer.update(gradients, state, params, **extra)
-        except (TypeError, ValueError) as error:
-            if type(error) not in (TypeError, ValueError):  # jax's own explain themselves
-                raise
-            raise TypeError(
-                "the optimizer's update fails when called as value_and_update does, with "
-                f"gradients, state, parameters{' and value=' if extra else ''}: "
-                f"{str(error).rstrip('.')}.  One that "
-                "evaluates the loss itself, such as optax.lbfgs with its line search, needs the "
-                "ordinary step; others have to be transformations as optax defines them"
-            ) from error
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise TypeError(
-                "the optimizer's update has to return a pair of updates and state, got an object "
-                f"of type {type(found).__name__}; value_and_update takes transformations as optax "
-                "defines them"
-            )
-        return found
-
-    def _check(self, new: Any, old: Any, *what: str) -> None:
-        found = difference(new, old, (what[0], what[1]))
-        if found:
-            raise ValueError(
-                f"the optimizer changes the form of what it is given: {found}; value_and_update "
-                "updates arrays in their places, and needs a transformation that keeps their form"
-            )
-
-
-def _pure(tree: Any, leaves: Sequence[Any]) -> Any:
-    """The structure of parameters as an optimizer gets them: of NNX modules, without variables."""
-    if not nnx_is_used():
-        return tree
-    from flax import nnx
-
-    return jax.tree.structure(nnx.as_pure(tree.unflatten(leaves)))
-
-
-def _type(leaf: Any, dtype: Any) -> Any:
-    """The type of an array on the device (or one), with another dtype."""
-    if not isinstance(leaf, jax.Array):
-        return leaf.update(dtype=dtype, weak_type=False)
-    return jax.typeof(leaf).update(dtype=dtype, weak_type=False, memory_space=_jax.DEVICE)
 
 
 def _param(name: str, leaf: Any) -> jax.Array:
