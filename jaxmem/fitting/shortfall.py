@@ -11,7 +11,7 @@ import jax
 from jaxmem._util.text import size
 from jaxmem.fitting.regions import UnrolledRegion
 from jaxmem.policies import PipelineChoice, PipelineNote
-from jaxmem.report.lints import CPU_MERGES_RECOMPUTATION
+from jaxmem.report.lints import CPU_MERGES_RECOMPUTATION, where_it_does_not_fit
 from jaxmem.report.report import MemoryReport
 
 
@@ -121,6 +121,7 @@ def _hints(
                 else "keeps more than a plan does"
             )
         )
+    hints += where_it_does_not_fit(report.lints)
     if not offload and report.platform != "cpu":
         hints.append("allow_offload=True, which lets values go to host memory")
     return hints

@@ -3,7 +3,7 @@
 import importlib.metadata
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -59,6 +59,15 @@ def lints(program: Program, compiled: Compiled, work: Costs) -> tuple[Lint, ...]
         )
         for lint in check(program, compiled, work)
     )
+
+
+def where_it_does_not_fit(found: Iterable[Lint]) -> list[str]:
+    """What these say that helps only where a program does not fit, as it costs time."""
+    return [
+        f"{lint.remedy.removeprefix(_IF_IT_FITS)}: {lint.message}"
+        for lint in found
+        if lint.remedy.startswith(_IF_IT_FITS)
+    ]
 
 
 # ---------------------------------------------------------------- implementation
@@ -193,7 +202,7 @@ def _overlap(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint
             f"{size(there)} are on the host, and the device needs {size(more)} more than it would "
             "in another order: the compiler orders a loop with transfers so as to overlap them, "
             "and minds memory only near its limit, which is most of the device",
-            f"nothing, if it fits; else lower the limit: {_lower_limit(compiled)}",
+            f"{_IF_IT_FITS}lower the limit: {_lower_limit(compiled)}",
         )
     # Between several devices there are messages, which are worth being overlapped.
     alone = compiled.devices == 1 and not there
@@ -203,10 +212,13 @@ def _overlap(program: Program, compiled: Compiled, work: Costs) -> Iterator[Lint
             f"temporaries need about {size(more)} more than they would in another order: the "
             "compiler orders loops so as to overlap copies with products, and minds memory only "
             "near its limit, which is most of the device",
-            f"nothing, if it fits; else compiler_options={{{_IN_ORDER!r}: False}} for jax.jit and "
+            f"{_IF_IT_FITS}compiler_options={{{_IN_ORDER!r}: False}} for jax.jit and "
             "for the report",
         )
 
+
+# What a remedy begins with that costs time.
+_IF_IT_FITS = "nothing, if it fits; else "
 
 # The option by which an order for little memory is left as it is.
 _IN_ORDER = "xla_gpu_enable_latency_hiding_scheduler"

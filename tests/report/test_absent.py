@@ -464,10 +464,17 @@ def test_where_an_order_for_time_costs_memory_the_remedy_saves_that():
 
     found = report_of()
     told = [lint for lint in found.lints if lint.kind == "ordered-for-time"]
+    option_in = re.compile(r"{'(\w+)': False}")
+    auto = jax.grad(jaxmem.remat_auto(loss))
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.fit(auto, *args, budget="50MiB", target="h100-80g", max_compiles=1)
+    hints = option_in.findall(str(caught.value))
     if not SINCE_0_11:
         assert not told
+        assert not hints
         return
-    [option] = re.findall(r"{'(\w+)': False}", told[0].remedy)
+    [option] = option_in.findall(told[0].remedy)
+    assert hints == [option]
     less = report_of(compiler_options={option: False})
     assert "ordered-for-time" not in [lint.kind for lint in less.lints]
     saved = (found.temp_bytes - less.temp_bytes) / 2**20
