@@ -132,7 +132,8 @@ class Elsewhere:
         generate_code: bool = False,
     ) -> None:
         try:
-            exported = program.exported("cuda" if target.platform == "gpu" else target.platform)
+            platform = "cuda" if target.platform == "gpu" else target.platform
+            exported = program.exported(platform, target.device)
         except ImportError as error:  # of what comes with the compilers
             raise targets.CompileError("; ".join(target.missing()) or str(error)) from None
         self._target = target = _for_devices(target, exported)

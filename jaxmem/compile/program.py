@@ -4,6 +4,7 @@ The worker gets `jax.export`'s portable form, with flat arguments and results, s
 it does not need the user's types.
 """
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -180,11 +181,12 @@ class Program:
             )
         ]
 
-    def exported(self, platform: str) -> Exported:
+    def exported(self, platform: str, device: str) -> Exported:
         """The program in portable form.
 
         Args:
           platform: as jax calls it: "cuda" or "tpu".
+          device: and the kind of the accelerator, which kernels of Triton are lowered for.
 
         Raises:
           CompileError: the program calls back into Python, or jax cannot export it otherwise.
@@ -195,7 +197,8 @@ class Program:
                 "cannot compile for an absent accelerator; take jax.debug.print and callbacks out "
                 'of it, or pass target="local"'
             )
-        found = self._export(platform)
+        with self._lowering_for(platform, device):
+            found = self._export(platform)
         kept = tuple(found.module_kept_var_idx)
         return Exported(
             blob=bytes(_flat(found).serialize()),
@@ -207,6 +210,19 @@ class Program:
             axes=self.axes(getattr(found, "_in_named_shardings", ())),
             memory_kinds=self._memory_kinds(kept, len(found.out_avals)),
         )
+
+    def _lowering_for(self, platform: str, device: str) -> contextlib.AbstractContextManager[Any]:
+        """jax told which GPU is meant, as since 0.11 it lowers kernels of Triton for one it knows.
+
+        On a mesh it has another way, that of the mesh's devices.
+        """
+        names = [field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)]
+        asks = platform == "cuda" and "platform" in names
+        if not asks or self.axes() or not any(_kernels(self.jaxpr)):
+            return contextlib.nullcontext()
+        absent: Any = jax.sharding.AbstractDevice
+        mesh = jax.sharding.AbstractMesh((), (), abstract_device=absent(device, None, "gpu"))
+        return jax.sharding.use_abstract_mesh(mesh)
 
     def _export(self, platform: str) -> Any:
         with _jax.exported_in_rows() as call:
@@ -292,6 +308,15 @@ def _callbacks(closed: Any) -> Iterator[str]:
             yield source_line(eqn) or name
         for sub in _jax.all_subjaxprs(eqn):
             yield from _callbacks(sub)
+
+
+def _kernels(closed: Any) -> Iterator[Any]:
+    """Those written by hand."""
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        for sub in _jax.all_subjaxprs(eqn):
+            yield from _kernels(sub)
 
 
 def _own_shardings(closed: Any) -> Iterator[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.releases import SINCE_0_11
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -204,20 +203,7 @@ def test_a_call_in_the_middle_of_elementwise_operations():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(
-            "h100-80g",
-            marks=pytest.mark.xfail(
-                SINCE_0_11,
-                reason="jax 0.12 lowers a Triton kernel only where it knows the GPU",
-                raises=jaxmem.CompileError,
-            ),
-        ),
-        "v5e-16g",
-    ],
-)
+@pytest.mark.parametrize("target", ["h100-80g", "v5e-16g"])
 def test_a_pallas_call_in_the_middle_of_elementwise_operations(target: str):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
