@@ -95,6 +95,7 @@ from jaxmem._jax.tracing import trace as trace
 from jaxmem._jax.tracing import trace_context as trace_context
 from jaxmem._jax.types import Aval as Aval
 from jaxmem._jax.types import Eqn as Eqn
+from jaxmem._jax.types import absent_gpu as absent_gpu
 from jaxmem._jax.types import as_array as as_array
 from jaxmem._jax.types import as_varying as as_varying
 from jaxmem._jax.types import has_tangent as has_tangent

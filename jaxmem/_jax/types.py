@@ -1,5 +1,6 @@
 """Types of values: zeros, stacks, tangents, and what differs from device to device."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -118,6 +119,16 @@ def has_tangent(aval: Aval) -> bool:
 def is_key(value: Any) -> bool:
     """Whether a value is an array of random keys."""
     return jax.numpy.issubdtype(getattr(value, "dtype", float), jax.dtypes.prng_key)
+
+
+def absent_gpu(kind: str) -> Any:
+    """The device of an abstract mesh of GPUs of this kind; None for releases that know of no GPUs.
+
+    Triton's kernels are lowered, since jax 0.12, for a GPU that is known.
+    """
+    device = jax.sharding.AbstractDevice
+    knows = any(field.name == "platform" for field in dataclasses.fields(device))
+    return device(kind, None, platform="gpu") if knows else None
 
 
 def _explicit_sharding(aval: Aval) -> Any:

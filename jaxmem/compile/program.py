@@ -212,16 +212,13 @@ class Program:
         )
 
     def _lowering_for(self, platform: str, device: str) -> contextlib.AbstractContextManager[Any]:
-        """jax told which GPU is meant, as since 0.11 it lowers kernels of Triton for one it knows.
+        """jax told which GPU is meant, as since 0.12 it lowers kernels of Triton for one it knows.
 
-        On a mesh it has another way, that of the mesh's devices.
+        On a mesh it is told by that (`Target.mesh`).
         """
-        names = [field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)]
-        asks = platform == "cuda" and "platform" in names
-        if not asks or self.axes() or not any(_kernels(self.jaxpr)):
+        if platform != "cuda" or self.axes() or not any(_kernels(self.jaxpr)):
             return contextlib.nullcontext()
-        absent: Any = jax.sharding.AbstractDevice
-        mesh = jax.sharding.AbstractMesh((), (), abstract_device=absent(device, None, "gpu"))
+        mesh = jax.sharding.AbstractMesh((), (), abstract_device=_jax.absent_gpu(device))
         return jax.sharding.use_abstract_mesh(mesh)
 
     def _export(self, platform: str) -> Any:

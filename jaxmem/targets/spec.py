@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxmem import _jax
 from jaxmem.errors import check_positive
 from jaxmem.targets import installed
 
@@ -180,7 +181,9 @@ class Target:
             )
         # The default differs between releases; with "auto" any function may be called.
         kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
-        return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), kinds)
+        device = _jax.absent_gpu(self.device) if self.platform == "gpu" else None
+        shape = tuple(sizes.values()), tuple(sizes), kinds
+        return jax.sharding.AbstractMesh(*shape, abstract_device=device)
 
     def missing(self) -> tuple[str, ...]:
         """What must be installed to compile for it, each with the command; () if nothing."""

@@ -370,6 +370,36 @@ def test_hand_written_kernels_are_compiled_to_the_end():
         jaxmem.memory_report(double, spec(16384, 1024), target="v4-32g")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_kernels_of_triton_are_compiled_for_the_gpu_that_is_meant(devices: int):
+    """Which jax asks for since 0.12, and a mesh of that target says."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    shape = spec(512 // devices, 128)
+    target = jaxmem.target("h100-80g", devices=devices)
+    rows = NamedSharding(target.mesh({"data": devices}), P("data"))
+
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = jnp.tanh(x[...])
+
+    def tanh(x: Any) -> Any:
+        params = triton.CompilerParams()
+        return pl.pallas_call(kernel, out_shape=shape, compiler_params=params)(x)
+
+    def split(x: Any) -> Any:
+        if devices == 1:
+            return tanh(x)
+        how = {"in_specs": rows.spec, "out_specs": rows.spec, "check_vma": False}
+        return jax.shard_map(tanh, mesh=rows.mesh, **how)(x)
+
+    x = jax.ShapeDtypeStruct((512, 128), "float32", sharding=rows if devices > 1 else None)
+    found = jaxmem.memory_report(split, x, target=target)
+    assert found.output_bytes == 4 * 512 * 128 // devices
+
+
 def test_fused_attention_without_cudnn_says_what_to_install():
     def attention(q: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
