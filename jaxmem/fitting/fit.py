@@ -81,7 +81,9 @@ def fit(
       cost: what is made least: seconds by a "roofline" of the target, seconds of kernels
         "measured" on the attached device, or "flops", above all those of matrix products.  To
         keep takes time, too, where loops read and write it: for the least time less may be kept
-        than there is room for.
+        than there is room for.  For seconds, a plan that recomputes layers of code without a scan
+        whole is compiled as well, if there is one, and the faster one by the roofline of what was
+        compiled is taken: where single values are kept compilers fuse less.
       max_compiles: how often the step may be compiled; where fewer do not suffice to see the next
         faster plan fail, the answer may be slower than need be, and `.explain()` says so.
       max_seconds: after so many no further plan is compiled once one fits, and the best so far is
@@ -141,9 +143,10 @@ def fit(
         problem = built.in_full()
         apart = [problem.front.index(candidate) for candidate in built.front]
         say.planned(max_compiles, f"budget {size(budget)}")
-        with _Tried(ask, budget, say, deadline, workers) as tried:
+        with _Tried(ask, budget, say, deadline, workers, cost != "flops") as tried:
             try:
                 closed = _searched(problem, apart, tried, budget, max_compiles)
+                _challenged(problem, tried, budget, max_compiles)
             except _OutOfTime:
                 closed = False
     best, seen = tried.best(problem), tried.seen(problem)
@@ -184,6 +187,10 @@ _UNUSED = 0.02
 _SPARED = 0.001
 
 
+# So many plans of another kind are asked for, till one of them fits.
+_CHALLENGES = 2
+
+
 class _OutOfTime(Exception):
     """The seconds that a search may take are over, and a plan is known that fits."""
 
@@ -194,6 +201,7 @@ class _Tried:
     Attributes:
       reports: in the order in which they were asked for.
       refused: of plans for which the compiler failed, why.
+      by_time: whether the fastest is wanted, and not the one with the fewest FLOPs.
     """
 
     def __init__(
@@ -203,13 +211,14 @@ class _Tried:
         say: Progress,
         deadline: float | None,
         workers: int,
+        by_time: bool,
     ) -> None:
         self.reports: dict[StepCandidate, MemoryReport] = {}
         self.refused: dict[StepCandidate, CompileError] = {}
         self._answers: dict[StepCandidate, int] = {}
         self._begun: dict[StepCandidate, Begun] = {}
         self._ask, self._budget, self._say, self._deadline = ask, budget, say, deadline
-        self._workers = workers
+        self._workers, self.by_time = workers, by_time
 
     def __enter__(self) -> "_Tried":
         return self
@@ -232,10 +241,19 @@ class _Tried:
         )
 
     def best(self, problem: StepProblem) -> int | None:
-        """The fastest that fits, or one that fits by the compiler's help with less FLOPs."""
+        """The fastest that fits, or one that fits by the compiler's help with less FLOPs.
+
+        Of several kinds the compiled programs are compared, as predictions cannot be.
+        """
         fits = [k for k, size in self.seen(problem).items() if size <= self._budget]
         helped = {k for k in fits if rematerialised(self.report(problem, k))}
-        known = [*sorted(set(fits) - helped)[:1], *helped]
+        fastest: dict[str, int] = {}
+        for k in sorted(set(fits) - helped):
+            fastest.setdefault(problem.kinds[k], k)
+        several = sorted(fastest.values())
+        if self.by_time:
+            several.sort(key=lambda k: _seconds(self.report(problem, k)))
+        known = [*several[:1], *helped]
         return min(
             known, key=lambda k: (self.report(problem, k).matmul_flops or 0, k), default=None
         )
@@ -319,6 +337,33 @@ def _by_place(problem: StepProblem, sizes: Mapping[StepCandidate, int]) -> dict[
     """Bytes of candidates, in their order, by the places of those that are on this front."""
     places = {one: k for k, one in enumerate(problem.front)}
     return {places[one]: bytes for one, bytes in sizes.items() if one in places}
+
+
+def _seconds(report: MemoryReport) -> float:
+    """Of a compiled step; 0 where the speeds of what runs it are not known."""
+    return (report.estimated_seconds or 0.0) + (report.communication_seconds or 0.0)
+
+
+def _challenged(problem: StepProblem, tried: _Tried, budget: int, most: int) -> None:
+    """Ask for the best plan of another kind as well, where the fastest one is wanted.
+
+    Of layers that keep single values the time is predicted from their operations one by one.  What
+    compilers make of them is another matter: a softmax is no longer one kernel if its sums are kept
+    or parts of it are computed again, and then takes several times as long.  Layers that are
+    recomputed whole are compiled as they stand.
+    """
+    best = tried.best(problem)
+    if not tried.by_time or not best or not _seconds(tried.report(problem, best)):
+        return
+    others = [k for k, kind in enumerate(problem.kinds) if kind != problem.kinds[best]]
+    aim = budget - round(_UNUSED / 2 * max(budget - problem.fixed, 0))
+    for _ in range(_CHALLENGES):
+        seen = tried.seen(problem)
+        first = next((k for k in others if problem.prediction(k, seen) <= aim), None)
+        spent = len(tried.reports) + len(tried.refused) >= most
+        if first is None or first in seen or spent or tried.compiled(problem, first) <= budget:
+            return
+        others = others[others.index(first) + 1 :]
 
 
 def _searched(
