@@ -31,7 +31,7 @@ from jaxmem.fitting.compile_request import (
 from jaxmem.fitting.fitted import Fitted
 from jaxmem.fitting.progress import Progress
 from jaxmem.fitting.shortfall import shortfall
-from jaxmem.fitting.step_problem import Cost, StepProblem
+from jaxmem.fitting.step_problem import BY_LAYER, Cost, StepProblem
 from jaxmem.fitting.ways import build_problem
 from jaxmem.report.report import MemoryReport
 from jaxmem.solve.search import Searched, SearchResult, search, upcoming
@@ -187,7 +187,7 @@ _UNUSED = 0.02
 _SPARED = 0.001
 
 
-# So many plans of another kind are asked for, till one of them fits.
+# So many plans of whole layers are asked for, till one of them fits.
 _CHALLENGES = 2
 
 
@@ -259,12 +259,17 @@ class _Tried:
         )
 
     def compiled(
-        self, problem: StepProblem, candidate: int, searched: Searched | None = None
+        self,
+        problem: StepProblem,
+        candidate: int,
+        searched: Searched | None = None,
+        needed: bool = True,
     ) -> int:
         """Bytes of a candidate, as a search is told.
 
         Args:
           searched: the search, whose next questions may be compiled meanwhile.
+          needed: whether it is an error if it cannot be compiled, for whatever reason.
         """
         late = self._deadline is not None and time.monotonic() > self._deadline
         if late and self.best(problem) is not None:
@@ -275,7 +280,7 @@ class _Tried:
         try:
             report = self._reported(problem, candidate, searched)
         except CompileError as error:
-            if not error.is_defect:
+            if needed and not error.is_defect:
                 raise
             self._begun.pop(own, None)
             self.refused[own] = error
@@ -284,12 +289,12 @@ class _Tried:
             self._answers[own] = max(problem.predicted[candidate], budget + 1)
             return self._answers[own]
         self.reports[own] = report
-        needed, told = report.required_bytes, self._told(report)
-        verdict = "fits" if told <= budget else f"{size(needed - budget)} too much"
-        if needed <= budget < told:
+        required, told = report.required_bytes, self._told(report)
+        verdict = "fits" if told <= budget else f"{size(required - budget)} too much"
+        if required <= budget < told:
             verdict = "fits, as the compiler itself computes more of it again"
         self._say(
-            f"fit: {what} needs {size(needed)} "
+            f"fit: {what} needs {size(required)} "
             f"(predicted {size(problem.predicted[candidate])}): {verdict}"
         )
         self._answers[own] = told
@@ -345,7 +350,7 @@ def _seconds(report: MemoryReport) -> float:
 
 
 def _challenged(problem: StepProblem, tried: _Tried, budget: int, most: int) -> None:
-    """Ask for the best plan of another kind as well, where the fastest one is wanted.
+    """Ask for the best plan of whole layers as well, where the fastest plan is wanted.
 
     Of layers that keep single values the time is predicted from their operations one by one.  What
     compilers make of them is another matter: a softmax is no longer one kernel if its sums are kept
@@ -355,13 +360,17 @@ def _challenged(problem: StepProblem, tried: _Tried, budget: int, most: int) -> 
     best = tried.best(problem)
     if not tried.by_time or not best or not _seconds(tried.report(problem, best)):
         return
-    others = [k for k, kind in enumerate(problem.kinds) if kind != problem.kinds[best]]
+    if problem.kinds[best].startswith(BY_LAYER):
+        return
+    others = [k for k, kind in enumerate(problem.kinds) if kind.startswith(BY_LAYER)]
     aim = budget - round(_UNUSED / 2 * max(budget - problem.fixed, 0))
     for _ in range(_CHALLENGES):
         seen = tried.seen(problem)
         first = next((k for k in others if problem.prediction(k, seen) <= aim), None)
         spent = len(tried.reports) + len(tried.refused) >= most
-        if first is None or first in seen or spent or tried.compiled(problem, first) <= budget:
+        if first is None or first in seen or spent:
+            return
+        if tried.compiled(problem, first, needed=False) <= budget:
             return
         others = others[others.index(first) + 1 :]
 

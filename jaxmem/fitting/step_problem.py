@@ -273,7 +273,7 @@ def one_way(
         ]
         # Of two that need the same at the peak the one that keeps less is the safer.
         found = pareto_front(options, turn_bytes=ahead, places=places, costs=cost_of_part)
-        layered = tuple(dataclasses.replace(one, kind=_BY_LAYER) for one in found)
+        layered = tuple(dataclasses.replace(one, kind=BY_LAYER) for one in found)
         known = {one.picks: one for one in layered}
         whole = tuple(known.get(one.picks, one) for one in whole)
     kept = [[_several(region.everything(several), region, devices)] for region in regions]
@@ -311,7 +311,8 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
 
 # Carries are looked at split where that spares this part of what the least plan needs.
 _WORTH_SPLITTING = 0.02
-_BY_LAYER = "by layer"
+# The kind of plans that recompute layers whole, or keep all of them.
+BY_LAYER = "by layer"
 
 
 def _unmade(regions: Sequence[Region], gradients: int, devices: int) -> list[int]:
