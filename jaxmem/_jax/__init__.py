@@ -37,6 +37,7 @@ from jaxmem._jax.jaxprs import PIECE as PIECE
 from jaxmem._jax.jaxprs import PLANNED as PLANNED
 from jaxmem._jax.jaxprs import RECOMPUTED as RECOMPUTED
 from jaxmem._jax.jaxprs import Scan as Scan
+from jaxmem._jax.jaxprs import all_equations as all_equations
 from jaxmem._jax.jaxprs import all_subjaxprs as all_subjaxprs
 from jaxmem._jax.jaxprs import as_closed as as_closed
 from jaxmem._jax.jaxprs import can_be_recomputed as can_be_recomputed

@@ -1,7 +1,7 @@
 """Equations and jaxprs, read: the parts of scans, calls and checkpoints in any release of jax."""
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -80,6 +80,14 @@ def all_subjaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
     if is_stack(eqn):
         subs.append(eqn.params["stack"].form.body.jaxpr)
     return subs
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """Those of a jaxpr, each followed by what is in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in all_subjaxprs(eqn):
+            yield from all_equations(sub.jaxpr)
 
 
 def name_given_by(eqn: Eqn) -> str | None:

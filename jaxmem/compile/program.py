@@ -216,7 +216,8 @@ class Program:
 
         On a mesh it is told by that (`Target.mesh`).
         """
-        if platform != "cuda" or self.axes() or not any(_kernels(self.jaxpr)):
+        names = (eqn.primitive.name for eqn in _jax.all_equations(self.jaxpr.jaxpr))
+        if platform != "cuda" or self.axes() or "pallas_call" not in names:
             return contextlib.nullcontext()
         mesh = jax.sharding.AbstractMesh((), (), abstract_device=_jax.absent_gpu(device))
         return jax.sharding.use_abstract_mesh(mesh)
@@ -299,30 +300,17 @@ def _refused_calls(error: ValueError) -> list[str]:
 
 
 def _callbacks(closed: Any) -> Iterator[str]:
-    for eqn in closed.jaxpr.eqns:
+    for eqn in _jax.all_equations(closed.jaxpr):
         name = eqn.primitive.name
         if "callback" in name or name == "debug_print":
             yield source_line(eqn) or name
-        for sub in _jax.all_subjaxprs(eqn):
-            yield from _callbacks(sub)
-
-
-def _kernels(closed: Any) -> Iterator[Any]:
-    """Those written by hand."""
-    for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            yield eqn
-        for sub in _jax.all_subjaxprs(eqn):
-            yield from _kernels(sub)
 
 
 def _own_shardings(closed: Any) -> Iterator[Any]:
     """The shardings and meshes that the equations of a program have."""
-    for eqn in closed.jaxpr.eqns:
+    for eqn in _jax.all_equations(closed.jaxpr):
         yield from (eqn.params.get("mesh"), eqn.params.get("sharding"))
         yield from eqn.params.get("in_shardings", ())
-        for sub in _jax.all_subjaxprs(eqn):
-            yield from _own_shardings(sub)
 
 
 def _axes(value: Any) -> tuple[tuple[str, int], ...]:

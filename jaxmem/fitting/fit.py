@@ -185,8 +185,6 @@ _PATIENCE = 4.0
 # fit spares more than so much of a step's time.
 _UNUSED = 0.02
 _SPARED = 0.001
-
-
 # So many plans of whole layers are asked for, till one of them fits.
 _CHALLENGES = 2
 
@@ -250,7 +248,7 @@ class _Tried:
         fastest: dict[str, int] = {}
         for k in sorted(set(fits) - helped):
             fastest.setdefault(problem.kinds[k], k)
-        several = sorted(fastest.values())
+        several = [*fastest.values()]
         if self.by_time:
             several.sort(key=lambda k: _seconds(self.report(problem, k)))
         known = [*several[:1], *helped]

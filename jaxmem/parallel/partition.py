@@ -93,7 +93,7 @@ def partition(
     local = Localiser(specs, mesh.shape)(closed)
     read = {
         number: tuple(specs.get(atom) if _jax.is_var(atom) else None for atom in eqn.invars)
-        for eqn in _equations(closed.jaxpr)
+        for eqn in _jax.all_equations(closed.jaxpr)
         if (number := _jax.read_number(eqn)) is not None
     }
     return Partition(mesh, local, read, platform)
@@ -106,13 +106,6 @@ def devices(shardings: Sequence[Any]) -> int:
 
 
 # ---------------------------------------------------------------- implementation
-
-
-def _equations(jaxpr: Any) -> Any:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in _jax.all_subjaxprs(eqn):
-            yield from _equations(sub.jaxpr)
 
 
 def _localised(layer: Layer, local: Localiser) -> Layer:
