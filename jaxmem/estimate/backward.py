@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.estimate.arrays import in_memory
 from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.estimate.normalised import Normalised
 from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Layer, nbytes
 
@@ -93,7 +94,7 @@ def backward_of(layer: Layer, interleaved: bool = False) -> Backward:
     gradients = reverse.jaxpr.invars[len(layer.residuals) :]
     if not interleaved:
         return Backward(closed, consts, xs, tape, gradients)
-    order = _Order(closed, len(again), gradients)
+    order = _Order(closed, len(again), gradients, _computed_late(layer, tape))
     closed = _jax.with_equations(closed, order.eqns)
     return Backward(closed, consts, xs, tape, gradients, _with_reads(order.steps, order.eqns))
 
@@ -184,6 +185,8 @@ def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[A
 
 # What is smaller than this part of the gradient need not wait for it.
 _LARGE = 16
+# What makes bits that no compiler computes in what reads them.
+_RANDOM = ("random_bits", "threefry2x32")
 # What reads more than this, in units of its own size, is not computed several times.
 _LIGHT = 1.05
 # Products that do no more operations for each byte that they make are, as a convolution of an
@@ -201,7 +204,9 @@ class _Order:
       steps: which of these belong together.
     """
 
-    def __init__(self, closed: ClosedJaxpr, count: int, gradients: Sequence[Any]) -> None:
+    def __init__(
+        self, closed: ClosedJaxpr, count: int, gradients: Sequence[Any], late: Iterable[Any]
+    ) -> None:
         jaxpr = closed.jaxpr
         self.eqns: list[Any] = []
         self.steps: list[BackwardStep] = []
@@ -214,7 +219,7 @@ class _Order:
         self._kept: dict[Any, Any] = {}
         self._now: dict[Any, Any] = {}
         self._used: set[Any] = set()
-        self._large: set[Any] = set()
+        self._large: set[Any] = set(late)
         self._following = set(gradients)
         # What repeats the numbers of something smaller, and what that is.
         self._spread: dict[Any, Any] = {}
@@ -222,8 +227,19 @@ class _Order:
         self._before: tuple[Any, ...] = ()
         self._behind: set[Any] = set()
         self._ended = False
-        for eqn in jaxpr.eqns[count:]:
-            self._place(eqn)
+        # What is elementwise stands in front of the kernel or the sum that reads it.
+        self._late: dict[Any, int] = {}
+        after = jaxpr.eqns[count:]
+        for at, eqn in enumerate(after):
+            if self._can_wait(eqn):
+                self._late.update(dict.fromkeys(eqn.outvars, at))
+                continue
+            waited = self._in_front(after, eqn.invars)
+            if kind_of(eqn) == "kernel":  # what it needs itself is not for what waited
+                self._place_all(waited)
+                waited = []
+            self._place_all([*waited, eqn])
+        self._place_all(self._in_front(after, jaxpr.outvars))
         # Gradients that are values of the forward pass as they stand.
         self._compute(self._wanted(filter(_jax.is_var, jaxpr.outvars)))
 
@@ -231,10 +247,15 @@ class _Order:
         """What is recomputed once: the results of dear kernels, and what reads much."""
         behind: dict[Any, frozenset[Any]] = {}
         found: set[Any] = set()
+        # What compilers of GPUs compute in the kernels of softmaxes and norms, each of them anew.
+        reduced = Normalised(self._again).reduced if platform() != "tpu" else set()
         for at, eqn in enumerate(self._again):
-            atoms = filter(_jax.is_var, eqn.invars)
+            kind, atoms = kind_of(eqn), list(filter(_jax.is_var, eqn.invars))
             taken = frozenset().union(*(behind.get(a, frozenset([a])) for a in atoms))
-            kernel = kind_of(eqn) in ("kernel", "reduction") and at not in self._thin
+            if reduced.issuperset(eqn.outvars):
+                behind.update((var, taken) for var in eqn.outvars)
+                continue
+            kernel = kind in ("kernel", "reduction") and at not in self._thin
             size = sum(nbytes(var.aval) for var in taken)
             for var in eqn.outvars:
                 stored = var in self._stored
@@ -243,9 +264,38 @@ class _Order:
                 behind[var] = frozenset([var]) if kernel or stored else taken
         return found
 
-    def _place(self, eqn: Any) -> None:
-        """One operation that pulls gradients back, with what it needs in front."""
-        atoms = list(dict.fromkeys(filter(_jax.is_var, eqn.invars)))
+    def _can_wait(self, eqn: Any) -> bool:
+        atoms = filter(_jax.is_var, eqn.invars)
+        pulls = any(atom in self._following or atom in self._late for atom in atoms)
+        return pulls and kind_of(eqn) in ("fused", "view")
+
+    def _in_front(self, after: Sequence[Any], atoms: Iterable[Any]) -> list[Any]:
+        """What waits and these follow from; it waits no longer."""
+        found: set[int] = set()
+        pending = list(filter(_jax.is_var, atoms))
+        while pending:
+            if (at := self._late.pop(pending.pop(), None)) is not None and at not in found:
+                found.add(at)
+                pending += filter(_jax.is_var, after[at].invars)
+        for at in found:
+            for var in after[at].outvars:
+                self._late.pop(var, None)
+        return [after[at] for at in sorted(found)]
+
+    def _place_all(self, eqns: Sequence[Any]) -> None:
+        """Several operations, what they need in front of all of them."""
+        made = {var for eqn in eqns for var in eqn.outvars}
+        atoms = dict.fromkeys(a for eqn in eqns for a in eqn.invars if _jax.is_var(a))
+        for eqn in eqns:
+            self._place(eqn, [atom for atom in atoms if atom not in made])
+
+    def _place(self, eqn: Any, atoms: Sequence[Any]) -> None:
+        """One operation that pulls gradients back, with what it needs in front.
+
+        Args:
+          atoms: what it reads, or all that read what it makes up to a kernel or a sum.
+        """
+        own = list(dict.fromkeys(filter(_jax.is_var, eqn.invars)))
         gradients = [atom for atom in atoms if atom in self._following]
         size = max((nbytes(var.aval) for var in gradients), default=0)
         kernel = kind_of(eqn) == "kernel"
@@ -266,18 +316,18 @@ class _Order:
                 operation=len(self.eqns),
                 anew=anew or self._ended,
                 waits=self._waits(gradients) if large else (),
-                first=self._unspread(gradients) if done else (),
+                first=self._unspread([a for a in own if a in self._following]) if done else (),
             )
         )
         self.eqns.append(_jax.renamed(eqn, ins, eqn.outvars))
-        if gradients:
+        if any(atom in self._following for atom in own):
             self._following.update(eqn.outvars)
-        self._note_spread(eqn, atoms)
+        self._note_spread(eqn, own)
         if kernel:
             self._now.clear()
             self._before = tuple(var for var in eqn.outvars if not _jax.is_dropped(var))
             self._behind = set(self._before)
-        elif any(atom in self._behind for atom in atoms):
+        elif any(atom in self._behind for atom in own):
             self._behind.update(eqn.outvars)
         self._ended = kernel
 
@@ -317,13 +367,14 @@ class _Order:
     def _made_large(self, wanted: Sequence[int], size: int, for_kernel: bool) -> list[Any]:
         """What of it will be in memory, and is not small compared with the gradient.
 
-        What is elementwise and not for a kernel is fused into what it is for.
+        What is elementwise and not for a kernel is fused into what it is for; random bits are not.
         """
         eqns = [self._again[at] for at in wanted]
-        if not for_kernel and all(kind_of(eqn) != "kernel" for eqn in eqns):
+        bits = {var for eqn in eqns if eqn.primitive.name in _RANDOM for var in eqn.outvars}
+        if not (for_kernel or bits or any(kind_of(eqn) == "kernel" for eqn in eqns)):
             return []
-        made = [var for eqn in eqns for var in eqn.outvars]
-        return [var for var in made if var in self._stored and nbytes(var.aval) * _LARGE >= size]
+        made = [var for eqn in eqns for var in eqn.outvars if var in self._stored or var in bits]
+        return [var for var in made if nbytes(var.aval) * _LARGE >= size]
 
     def _compute(self, wanted: Sequence[int]) -> None:
         for at in wanted:
@@ -337,6 +388,22 @@ class _Order:
 
     def _called(self, var: Any) -> Any:
         return self._kept.get(var) or self._now.get(var, var)
+
+
+def _computed_late(layer: Layer, tape: Iterable[Any]) -> list[Any]:
+    """What of a tape is elementwise, so that compilers compute it where it is read.
+
+    If a product reads it that nothing waits for, as the gradient of a matrix, that is late, and
+    what it is computed from is live till then.
+    """
+    found = []
+    for var in tape:
+        eqn = layer.made_by(var)
+        while eqn is not None and kind_of(eqn) == "view" and _jax.is_var(eqn.invars[0]):
+            eqn = layer.made_by(eqn.invars[0])
+        if eqn is not None and kind_of(eqn) == "fused":
+            found.append(var)
+    return found
 
 
 def _thin_products(eqns: Sequence[Any], count: int) -> set[int]:

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxmem import _jax
 from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.counting.flops import matmul_flops
+from jaxmem.estimate.normalised import Normalised
 from jaxmem.layers.lookups import reversed_late
 from jaxmem.layers.pooling import reversed_by_places
 from jaxmem.parallel.messages import Spec
@@ -175,6 +176,7 @@ class Code:
             total.append(total[-1] + size)
         window = total[-1] / 24
         kernels = any(kind_of(eqn) == "kernel" for eqn in self.eqns)
+        halves = Normalised(self.eqns).inside
         good, low, high = [], 0, 0
         for at in range(1, count):
             while total[at] - total[low] > window:
@@ -184,6 +186,8 @@ class Code:
             near = min(sizes[max(low, 1) : min(high, count - 1) + 1])
             # Behind an operation that is fused with what it reads, not in front of it.
             fused = kind_of(self.eqns[at]) in ("fused", "view") and sizes[at + 1] <= sizes[at]
+            if at in halves:
+                continue
             if sizes[at] <= 1.05 * near and not (fused and kernels) and not self._parts_cast(at):
                 good.append(at)
         good = _spread(good, total, sizes, total[-1] / (4 * most))

@@ -108,11 +108,55 @@ def test_elementwise_results_are_computed_for_each_reader() -> None:
     names = [str(eqn.primitive) for eqn in backward.closed.jaxpr.eqns]
     # Once for the product that reads z, once for the derivative of the relu.
     assert names.count("sub") == 2
-    # A mean is as good as a kernel's result: it is small, and stays.
-    assert names.count("reduce_sum") == [
-        str(e.primitive) for e in (backward_of(layer.keeping(products)).closed.jaxpr.eqns)
-    ].count("reduce_sum")
+    # So is the mean, in the same kernel; on TPUs it is as good as a kernel's result, and stays.
+    few = [str(e.primitive) for e in backward_of(layer.keeping(products)).closed.jaxpr.eqns]
+    assert names.count("reduce_sum") == few.count("reduce_sum") + 1
+    with context.recording("tpu"):
+        there = backward_of(layer.keeping(products), interleaved=True)
+    names = [str(eqn.primitive) for eqn in there.closed.jaxpr.eqns]
+    assert names.count("reduce_sum") == few.count("reduce_sum")
     assert "dot_general" in {names[step.operation] for step in backward.steps if step.waits}
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array) -> jax.Array:
+    weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+    weights *= jax.random.bernoulli(key, 0.9, weights.shape)
+    return jnp.einsum("bqk,bkd->bqd", weights, v)
+
+
+def test_what_is_recomputed_waits_for_arrays_that_are_there() -> None:
+    """For a product, and not for what is elementwise behind it, which would be an array as well."""
+    like = jax.ShapeDtypeStruct((2, 64, 8), "float32")
+    layer = keeping_least(attention, like, like, like, jax.random.key(0))
+    backward = backward_of(layer, interleaved=True)
+    eqns = backward.closed.jaxpr.eqns
+    kinds = {var: eqn.primitive.name for eqn in eqns for var in eqn.outvars}
+    waited = {kinds.get(var, "given") for step in backward.steps for var in step.waits}
+    assert waited == {"given", "dot_general"}
+    # Random bits are arrays, and not made before the gradient that they are for is there.
+    made = [
+        step
+        for step in backward.steps
+        if any(eqns[at].primitive.name == "random_bits" for at in step.recomputed)
+    ]
+    assert made
+    assert all(step.waits for step in made)
+
+
+def test_products_of_what_is_kept_and_elementwise_are_not_put_off() -> None:
+    """A compiler computes the tanh where it is read, and holds the product before it till then."""
+
+    def fn(w: Any, h: jax.Array) -> jax.Array:
+        return jnp.tanh(h @ w["up"]) @ w["down"]
+
+    w = {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
+    code = code_of(fn, w, jnp.ones((32, 16)))
+    layer = code.layer(0, len(code))
+    names = [layer.made_by(var) for var in layer.values]
+    kept = [place for place, eqn in enumerate(names) if eqn and eqn.primitive.name == "tanh"]
+    backward = backward_of(layer.keeping(kept), interleaved=True)
+    first = [backward.closed.jaxpr.eqns[s.operation] for s in backward.steps if s.first]
+    assert [eqn.outvars[0].aval.shape for eqn in first] in ([(16, 64)], [(64, 16)])
 
 
 def products(layer: Layer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
