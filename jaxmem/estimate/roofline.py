@@ -90,9 +90,9 @@ class Roofline:
         if kind == "view":
             return written / self.bandwidth * FUSED_SHARE / 8
         if kind == "fused":
-            return self._moved(written * FUSED_SHARE)
+            return self.moved(written * FUSED_SHARE)
         if kind == "reduction":
-            return self._moved(read * REDUCED_SHARE)
+            return self.moved(read * REDUCED_SHARE)
         if flops.is_matmul(eqn):
             count, size = flops.matmul_flops(eqn) * _width(eqn), read + written
         elif _jax.all_subjaxprs(eqn):
@@ -100,11 +100,11 @@ class Roofline:
             count, size = work.matmul_flops * _width(eqn), work.bytes
         else:
             count, size = 0, read + written
-        return max(count / self.matrix_peak, self._moved(size))
+        return max(count / self.matrix_peak, self.moved(size))
 
     def kept(self, size: int, in_memory: bool) -> float:
         """Seconds to keep so many bytes: next to none for what is in memory anyway."""
-        return self._moved(size * (FUSED_SHARE if in_memory else 1))
+        return self.moved(size * (FUSED_SHARE if in_memory else 1))
 
     def stacked(self, size: int, in_memory: bool, rows: int = 0) -> float:
         """The same in a loop, which writes it into an array with that of the other turns.
@@ -113,14 +113,15 @@ class Roofline:
           rows: bytes of what is read once more for it.
         """
         if self.counts_traffic:
-            return self._moved(size * self.compiler.stack_traffic + rows)
+            return self.moved(size * self.compiler.stack_traffic + rows)
         return self.kept(size, in_memory)
 
     def sent(self, size: int) -> float:
         """Seconds to send so many bytes to the host and to have them back."""
         return 2 * size / self.host_bandwidth
 
-    def _moved(self, size: float) -> float:
+    def moved(self, size: float) -> float:
+        """Seconds to read or write so many bytes of the device's memory."""
         return size / self.bandwidth * (FLOPS_ONLY_SHARE if self.flops_only else 1)
 
 

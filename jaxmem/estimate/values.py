@@ -7,10 +7,13 @@ mask in place of the mask.
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from jaxmem import _jax
 from jaxmem.estimate.arrays import bytes_of_rows, in_memory, read_turned
+from jaxmem.estimate.normalised import Normalised
+from jaxmem.estimate.operands import bytes_for_kernels
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.solve.problem import Graph, Operation
 from jaxmem.trace.layer import Layer, free_values, nbytes
@@ -60,24 +63,25 @@ def graph_of(
     stored = in_memory(jaxpr, roofline.compiler)
     if roofline.compiler.turns_operands and not in_loop:
         stored -= read_turned(jaxpr)
-    rows: dict[Any, int] = {}
-    # Outside of loops it was not looked at.
-    if in_loop and roofline.counts_traffic and roofline.compiler.reduces_inside:
-        rows = bytes_of_rows(jaxpr, stored)
+    rows, moved = _traffic(layer, stored, roofline, in_loop)
 
     def price(var: Any, size: int) -> float:
         if in_loop:
             return roofline.stacked(size, var in stored, rows.get(var, 0))
-        return roofline.kept(size, var in stored)
+        return roofline.kept(size, var in stored) + roofline.moved(rows.get(var, 0))
+
+    def made(eqn: Any) -> float:
+        again = sum(moved.get(var, 0) for var in eqn.outvars)
+        return roofline.operation(eqn) + roofline.moved(again)
 
     free = frozenset(places[var] for var in free_values(layer) if var in places)
     operations = [
         Operation(
             inputs=tuple(sorted({places[a] for a in eqn.invars if _jax.is_var(a)})),
             outputs=tuple(places[var] for var in eqn.outvars),
-            seconds=roofline.operation(eqn),
+            seconds=made(eqn),
         )
-        for eqn in layer.linearised.jaxpr.eqns
+        for eqn in jaxpr.eqns
     ]
     return Graph(
         bytes=tuple(sizes),
@@ -106,6 +110,22 @@ def unnamed_places(layer: Layer) -> list[int]:
         if _jax.name_given_by(eqn) is not None and _jax.is_var(eqn.invars[0]):
             found[places[eqn.outvars[0]]] = found[places[eqn.invars[0]]]
     return found
+
+
+def _traffic(
+    layer: Layer, stored: Collection[Any], roofline: Roofline, in_loop: bool
+) -> tuple[dict[Any, int], dict[Any, int]]:
+    """Bytes that are read once more for what is kept, and moved for what is computed again."""
+    if not roofline.counts_traffic:
+        return {}, {}
+    jaxpr = layer.linearised.jaxpr
+    rows = bytes_of_rows(jaxpr, stored) if roofline.compiler.reduces_inside else {}
+    if in_loop:
+        return rows, {}
+    reduced = Normalised(jaxpr.eqns).reduced
+    rows = {var: size for var, size in rows.items() if var in reduced}
+    # Products that compute what they read themselves have nothing written for them.
+    return rows, {} if roofline.compiler.fuses_operands else bytes_for_kernels(layer, stored)
 
 
 def _described(layer: Layer, place: int, unnamed: int, roofline: Roofline) -> LayerValue:

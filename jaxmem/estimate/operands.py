@@ -1,0 +1,62 @@
+"""What kernels read and compilers compute for them alone: the bytes that it takes, in both passes.
+
+What is elementwise is fused into what is elementwise behind it, and takes next to nothing there.  A
+matrix product reads an array: somebody has to write that, from other arrays.  If it is computed
+again in the backward pass, it is for each kernel that reads it.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from jaxmem import _jax
+from jaxmem.estimate.arrays import kind_in, union
+from jaxmem.trace.layer import Layer, nbytes
+
+
+def bytes_for_kernels(layer: Layer, stored: Collection[Any]) -> dict[Any, int]:
+    """Of elementwise results that are arrays, bytes read and written for them in a backward pass.
+
+    Args:
+      stored: what is in memory, see `jaxmem.estimate.arrays.in_memory`.
+    """
+    behind: dict[Any, frozenset[Any]] = {}
+    found: dict[Any, int] = {}
+    times = _kernels_that_read(layer)
+    for eqn in layer.linearised.jaxpr.eqns:
+        kind, atoms = kind_in(eqn), list(filter(_jax.is_var, eqn.invars))
+        read = union(behind.get(atom, frozenset([atom])) for atom in atoms)
+        for var in eqn.outvars:
+            own = frozenset([var])
+            if kind == "fused" and var in stored:
+                size = nbytes(var.aval) + sum(nbytes(one.aval) for one in read)
+                found[var] = size * max(times[var], 1)
+                behind[var] = own
+            else:
+                behind[var] = own if kind in ("kernel", "reduction") else read
+    return found
+
+
+# ---------------------------------------------------------------- implementation
+
+
+def _kernels_that_read(layer: Layer) -> Counter[Any]:
+    """How many kernels of the backward pass read each value, or a view of it."""
+    reverse = layer.transposed.jaxpr
+    views = {
+        var: eqn.invars[0]
+        for jaxpr in (layer.linearised.jaxpr, reverse)
+        for eqn in jaxpr.eqns
+        if kind_in(eqn) == "view" and _jax.is_var(eqn.invars[0])
+        for var in eqn.outvars
+    }
+    views |= zip(reverse.invars, layer.residuals, strict=False)
+    found: Counter[Any] = Counter()
+    for eqn in reverse.eqns:
+        if kind_in(eqn) == "kernel":
+            for atom in set(filter(_jax.is_var, eqn.invars)):
+                read = {atom}
+                while atom in views and _jax.is_var(atom := views[atom]):
+                    read.add(atom)
+                found.update(read)
+    return found
