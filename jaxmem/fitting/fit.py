@@ -351,9 +351,9 @@ def _challenged(problem: StepProblem, tried: _Tried, budget: int, most: int) -> 
     """Ask for the best plan of whole layers as well, where the fastest plan is wanted.
 
     Of layers that keep single values the time is predicted from their operations one by one.  What
-    compilers make of them is another matter: a softmax is no longer one kernel if its sums are kept
-    or parts of it are computed again, and then takes several times as long.  Layers that are
-    recomputed whole are compiled as they stand.
+    compilers make of them is another matter: where products pad what they read, each array that
+    goes through a barrier is cut out of the padded one, and padded again behind it.  Layers that
+    are recomputed whole are compiled as they stand.
     """
     best = tried.best(problem)
     if not tried.by_time or not best or not _seconds(tried.report(problem, best)):

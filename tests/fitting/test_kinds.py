@@ -11,7 +11,8 @@ import jaxmem
 
 fit_module: Any = importlib.import_module("jaxmem.fitting.fit")
 
-BATCH, LENGTH, WIDTH, LAYERS, HEADS = 8, 1024, 512, 6, 8
+# Rows of no multiple of eight, which products are padded to.
+BATCH, LENGTH, WIDTH, LAYERS, HEADS = 8, 1020, 512, 6, 8
 
 
 def spec(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
@@ -47,8 +48,8 @@ def args() -> Any:
 
 @pytest.mark.slow
 def test_the_fastest_of_two_kinds_is_the_compilers_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a softmax kept, or computed again one by one, take it apart on GPUs."""
-    how: Any = {"budget": "1.2GiB", "target": "h100-80g", "progress": False}
+    """What goes through a barrier is cut out of a padded product, and padded again behind it."""
+    how: Any = {"budget": "1.4GiB", "target": "h100-80g", "progress": False}
     found = jaxmem.fit(step, *args(), **how)
     fewest = jaxmem.fit(step, *args(), cost="flops", **how)
     monkeypatch.setattr(fit_module, "_CHALLENGES", 0)
@@ -56,9 +57,10 @@ def test_the_fastest_of_two_kinds_is_the_compilers_to_say(monkeypatch: pytest.Mo
     assert _milliseconds(found) < 0.95 * _milliseconds(alone)
     assert "recomputed whole" in str(found.explain())
     assert "recomputed whole" not in str(alone.explain())
-    # Whose FLOPs are wanted is not asked.
+    # Where few FLOPs are wanted nobody asks for it.
     flops = [one.report.matmul_flops or 0 for one in (fewest, alone, found)]
-    assert sorted(set(flops)) == flops
+    assert flops[0] < min(flops[1:])
+    assert "recomputed whole" not in str(fewest.explain())
 
 
 def _milliseconds(fitted: jaxmem.Fitted) -> float:
