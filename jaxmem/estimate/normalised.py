@@ -5,6 +5,7 @@ reads the rows and writes what becomes of them.  If any of it is wanted outside,
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -58,7 +59,8 @@ class Normalised:
     def _add(self, at: int, eqn: Any) -> None:
         kind, atoms = kind_in(eqn), list(filter(_jax.is_var, eqn.invars))
         if kind == "reduction" and reduces_rows(eqn):
-            if atoms[0].aval.shape[-1] % _ALIGNED:
+            length = atoms[0].aval.shape[-1]
+            if not isinstance(length, int) or length % _ALIGNED:
                 return
             # Scores and a bias of their size: a softmax would be three kernels, a norm two.
             if eqn.primitive.name == "reduce_max":
@@ -83,11 +85,11 @@ class Normalised:
             elif not sums:
                 self._spread.update(eqn.outvars)
             return
-        if not sums and sum(a.aval.size for a in atoms) < max(v.aval.size for v in eqn.outvars):
+        if not sums and sum(map(_size, atoms)) < max(map(_size, eqn.outvars)):
             self._spread.update(eqn.outvars)
             return
         rows = _largest(source.rows for source in whole)
-        sized = rows is not None and all(rows.aval.size == var.aval.size for var in eqn.outvars)
+        sized = rows is not None and all(_size(rows) == _size(var) for var in eqn.outvars)
         if rows in self._mixed or not sized:
             self._mixed.update(eqn.outvars)
             return
@@ -118,6 +120,11 @@ def _joined(sources: Sequence[_From]) -> _From:
         any(source.adds for source in sources),
         ends[-1] if ends else None,
     )
+
+
+def _size(var: Any) -> int:
+    """How many elements a value has; a dimension that is a symbol counts as 1, as for `nbytes`."""
+    return math.prod(d for d in getattr(var.aval, "shape", ()) if isinstance(d, int))
 
 
 def _largest(several: Iterable[Any]) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.unrolled_code import code_of
-from jax import lax
+from jax import export, lax
 
 from jaxmem import _jax
 from jaxmem.estimate import compiler
@@ -39,7 +39,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+def array(*shape: Any, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -90,6 +90,15 @@ def test_other_sums_are_values_like_others(fn: Any, args: Any) -> None:
     found, _ = found_in(fn, *args)
     assert not found.reduced
     assert not found.inside
+
+
+def test_dimensions_may_be_symbols() -> None:
+    """As under `jax.export`: of rows of a known length everything else may be unknown."""
+    rows, length = export.symbolic_shape("rows, length")
+    found, _ = found_in(rms_norm, array(rows, 16), array(16))
+    assert found.reduced
+    found, _ = found_in(rms_norm, array(4, length), array(length))
+    assert not found.reduced
 
 
 def test_two_norms_of_the_same_rows_are_two() -> None:
