@@ -43,19 +43,19 @@ def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any]
 def read_by_kernels(jaxpr: Any) -> set[Any]:
     """What kernels take, and what that is a view of."""
     found: set[Any] = set()
-    views = _views_in(jaxpr)
+    views = views_in(jaxpr)
     for eqn in jaxpr.eqns:
         if kind_in(eqn) == "kernel":
             for atom in filter(_jax.is_var, eqn.invars):
-                found.update(_behind_views(atom, views))
+                found.update(behind_views(atom, views))
     return found
 
 
 def read_by_gathers(jaxpr: Any) -> set[Any]:
     """What gathers read elements of, and what that is a view of."""
-    views = _views_in(jaxpr)
+    views = views_in(jaxpr)
     read = (eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "gather")
-    return {var for atom in read if _jax.is_var(atom) for var in _behind_views(atom, views)}
+    return {var for atom in read if _jax.is_var(atom) for var in behind_views(atom, views)}
 
 
 def read_turned(jaxpr: Any) -> set[Any]:
@@ -66,12 +66,12 @@ def read_turned(jaxpr: Any) -> set[Any]:
     """
     turned: set[Any] = set()
     straight: set[Any] = set()
-    views = _views_in(jaxpr)
+    views = views_in(jaxpr)
     for eqn in jaxpr.eqns:
         if kind_in(eqn) == "kernel":
             for atom, as_it_lies in zip(eqn.invars, in_order(eqn), strict=True):
                 if _jax.is_var(atom):
-                    (straight if as_it_lies else turned).update(_behind_views(atom, views))
+                    (straight if as_it_lies else turned).update(behind_views(atom, views))
             straight.update(eqn.outvars)
     return turned - straight
 
@@ -89,7 +89,7 @@ def layout_copies(jaxpr: Any) -> set[Any]:
     On TPUs a transposition is a layout: of the chain behind it, and so of all that it reads.
     """
     sources: dict[Any, frozenset[Any]] = {}
-    views = _views_in(jaxpr)
+    views = views_in(jaxpr)
     turned: set[Any] = set()
     found: set[Any] = set()
     inputs = {*jaxpr.invars, *jaxpr.constvars}
@@ -103,7 +103,7 @@ def layout_copies(jaxpr: Any) -> set[Any]:
             sources.update((var, behind) for var in eqn.outvars)
         if kind == "kernel":
             for atom in atoms:
-                *passed, base = _behind_views(atom, views)
+                *passed, base = behind_views(atom, views)
                 if turned.intersection(passed) and base not in inputs:
                     behind = sources.get(base, frozenset())
                     found.update(v for v in behind & inputs if v.aval.size == base.aval.size)
@@ -153,7 +153,7 @@ def copied_parts(jaxpr: Any) -> set[Any]:
         elif kind_in(eqn) == "view" and atoms:
             views.update((var, atoms[0]) for var in eqn.outvars)
         elif kind_in(eqn) == "reduction":
-            found.update(_behind_views(atom, views)[-1] for atom in atoms)
+            found.update(behind_views(atom, views)[-1] for atom in atoms)
     return found & parts
 
 
@@ -208,6 +208,24 @@ def union(several: Iterable[frozenset[Any]]) -> frozenset[Any]:
     return found
 
 
+def views_in(jaxpr: Any) -> dict[Any, Any]:
+    """What each value is a view of, of those that are one."""
+    return {
+        var: eqn.invars[0]
+        for eqn in jaxpr.eqns
+        if kind_in(eqn) == "view" and eqn.invars and _jax.is_var(eqn.invars[0])
+        for var in eqn.outvars
+    }
+
+
+def behind_views(atom: Any, views: dict[Any, Any]) -> list[Any]:
+    """A value, what that is a view of, and so on."""
+    found = [atom]
+    while found[-1] in views:
+        found.append(views[found[-1]])
+    return found
+
+
 # ---------------------------------------------------------------- implementation
 
 
@@ -218,16 +236,6 @@ def _is_spread(eqn: Any) -> bool:
 
 
 _NONE: frozenset[Any] = frozenset()
-
-
-def _views_in(jaxpr: Any) -> dict[Any, Any]:
-    """What each value is a view of, of those that are one."""
-    return {
-        var: eqn.invars[0]
-        for eqn in jaxpr.eqns
-        if kind_in(eqn) == "view" and eqn.invars and _jax.is_var(eqn.invars[0])
-        for var in eqn.outvars
-    }
 
 
 class _Ends:
@@ -256,7 +264,7 @@ class _Ends:
             before = union(summed.get(atom, _NONE) for atom in atoms)
             if kind == "reduction":
                 summed.update((var, before | behind) for var in eqn.outvars)
-                by_others.update(_behind_views(atom, self._views)[-1] for atom in atoms)
+                by_others.update(behind_views(atom, self._views)[-1] for atom in atoms)
             elif kind in ("fused", "view") and not is_barrier(eqn):
                 self._sources.update((var, behind) for var in eqn.outvars)
                 summed.update((var, before) for var in eqn.outvars)
@@ -277,26 +285,18 @@ class _Ends:
             if source not in summed.get(end, ())
         }
         inside = only.intersection(self._sources).difference(self.behind_products.values())
-        views = (var for var in self._views if _behind_views(var, self._views)[-1] in inside)
+        views = (var for var in self._views if behind_views(var, self._views)[-1] in inside)
         self.inside_of_products = inside.union(views)
 
     def _end(self, atom: Any) -> Any:
         """Take note that a chain ends here; what it is that is stored, if anything is."""
-        base = _behind_views(atom, self._views)[-1]
+        base = behind_views(atom, self._views)[-1]
         for source in self._behind(base):
             self._ends.setdefault(source, set()).add(base)
         return base
 
     def _behind(self, atom: Any) -> frozenset[Any]:
         return self._sources.get(atom, frozenset([atom]))
-
-
-def _behind_views(atom: Any, views: dict[Any, Any]) -> list[Any]:
-    """A value, what that is a view of, and so on."""
-    found = [atom]
-    while found[-1] in views:
-        found.append(views[found[-1]])
-    return found
 
 
 def _is_default(precision: Any) -> bool:

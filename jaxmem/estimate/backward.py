@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.estimate.arrays import in_memory
+from jaxmem.estimate.arrays import behind_views, in_memory, views_in
 from jaxmem.estimate.counting import flops, kind_of
 from jaxmem.estimate.normalised import Normalised
 from jaxmem.trace.context import platform
@@ -296,6 +296,7 @@ class _Order:
           atoms: what it reads, or all that read what it makes up to a kernel or a sum.
         """
         own = list(dict.fromkeys(filter(_jax.is_var, eqn.invars)))
+        pulled = [atom for atom in own if atom in self._following]
         gradients = [atom for atom in atoms if atom in self._following]
         size = max((nbytes(var.aval) for var in gradients), default=0)
         kernel = kind_of(eqn) == "kernel"
@@ -316,11 +317,11 @@ class _Order:
                 operation=len(self.eqns),
                 anew=anew or self._ended,
                 waits=self._waits(gradients) if large else (),
-                first=self._unspread([a for a in own if a in self._following]) if done else (),
+                first=self._unspread(pulled) if done else (),
             )
         )
         self.eqns.append(_jax.renamed(eqn, ins, eqn.outvars))
-        if any(atom in self._following for atom in own):
+        if pulled:
             self._following.update(eqn.outvars)
         self._note_spread(eqn, own)
         if kernel:
@@ -396,14 +397,9 @@ def _computed_late(layer: Layer, tape: Iterable[Any]) -> list[Any]:
     If a product reads it that nothing waits for, as the gradient of a matrix, that is late, and
     what it is computed from is live till then.
     """
-    found = []
-    for var in tape:
-        eqn = layer.made_by(var)
-        while eqn is not None and kind_of(eqn) == "view" and _jax.is_var(eqn.invars[0]):
-            eqn = layer.made_by(eqn.invars[0])
-        if eqn is not None and kind_of(eqn) == "fused":
-            found.append(var)
-    return found
+    views = views_in(layer.linearised.jaxpr)
+    makers = ((var, layer.made_by(behind_views(var, views)[-1])) for var in tape)
+    return [var for var, eqn in makers if eqn is not None and kind_of(eqn) == "fused"]
 
 
 def _thin_products(eqns: Sequence[Any], count: int) -> set[int]:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxmem import _jax
-from jaxmem.estimate.arrays import kind_in, union
+from jaxmem.estimate.arrays import behind_views, kind_in, union, views_in
 from jaxmem.trace.layer import Layer, nbytes
 
 
@@ -43,20 +43,12 @@ def bytes_for_kernels(layer: Layer, stored: Collection[Any]) -> dict[Any, int]:
 def _kernels_that_read(layer: Layer) -> Counter[Any]:
     """How many kernels of the backward pass read each value, or a view of it."""
     reverse = layer.transposed.jaxpr
-    views = {
-        var: eqn.invars[0]
-        for jaxpr in (layer.linearised.jaxpr, reverse)
-        for eqn in jaxpr.eqns
-        if kind_in(eqn) == "view" and _jax.is_var(eqn.invars[0])
-        for var in eqn.outvars
-    }
-    views |= zip(reverse.invars, layer.residuals, strict=False)
+    views = views_in(layer.linearised.jaxpr) | views_in(reverse)
+    residuals = zip(reverse.invars, layer.residuals, strict=False)
+    views |= {var: value for var, value in residuals if _jax.is_var(value)}
     found: Counter[Any] = Counter()
     for eqn in reverse.eqns:
         if kind_in(eqn) == "kernel":
             for atom in set(filter(_jax.is_var, eqn.invars)):
-                read = {atom}
-                while atom in views and _jax.is_var(atom := views[atom]):
-                    read.add(atom)
-                found.update(read)
+                found.update(behind_views(atom, views))
     return found
