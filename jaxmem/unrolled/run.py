@@ -39,11 +39,15 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
     """
     readers = Counter(var for piece in pieces for var in code.reads(piece.first, piece.last))
     shared = {var for var, count in readers.items() if count > 1}
+    passing = shared - {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
         behind = waits or piece.last < len(code)
         recomputes = bool(piece.inner) or piece.keep is not None
         given = _together(code, reads, shared, values, sums=behind and recomputes)
+        # Later pieces read what has been through this one's barrier, so that their gradients are
+        # added to its own there, and not all at once behind the last of them.
+        values.update((var, made) for var, made in zip(reads, given, strict=True) if var in passing)
         values.update(zip(gives, _function(code, piece, behind)(*given), strict=True))
 
 
