@@ -31,7 +31,7 @@ from jaxmem.unrolled.plan import Piece, UnrolledPlan
 from jaxmem.unrolled.segment import Segment, segment_of
 from jaxmem.unrolled.whole import whole_layers
 
-# How many ways to keep what all of the code needs as one segment are looked at.
+# How many ways to keep what several stages of short code need as one segment are looked at.
 _LOOKS = 200
 # So many operations are looked at together, of two stages or of all; of another number so many.
 _TOGETHER = 450
@@ -75,13 +75,16 @@ class Chain:
         self.segments: dict[tuple[int, int], Segment] = {}
         self._begins: dict[Segment, int] = {}
         stages: dict[tuple[int, int], Stage] = {}
-        for first, after in self._widths():
+        widths = self._widths()
+        is_short = (0, len(self)) in widths
+        for first, after in widths:
             span = self.cuts[first], self.cuts[after]
             if (key := code.equal(*span)) not in known:
                 # On TPUs, of which less is known, in a hurry, and with loops, where it was never
-                # worth its time, the menu has to do.
-                in_short = roofline.compiler.fuses_operands or not points or code.has_loops(*span)
-                thorough = after - first == len(self) and not in_short
+                # worth its time, the menu has to do.  So it does for long code.
+                in_a_hurry = roofline.compiler.fuses_operands or not points or code.has_loops(*span)
+                several = after - first > 1 or len(self) == 1
+                thorough = is_short and several and not in_a_hurry
                 looks = _LOOKS if thorough else 0
                 known[key] = segment_of(code.layer(*span), roofline, offload, points, looks)
                 self._begins[known[key]] = span[0]
