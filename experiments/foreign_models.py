@@ -70,7 +70,7 @@ class Options:
             return self
         models = self.models if self.models != tuple(NETS) else ("GPT-2", "BERT")
         return dataclasses.replace(
-            self, models=models, targets=("local",), shares=(0.9,), compiles=2
+            self, models=models, targets=("local",), shares=(0.9,), compiles=3
         )
 
     def net(self, model: str) -> Net:
