@@ -140,6 +140,13 @@ def test_an_operand_is_written_for_each_kernel_that_reads_it() -> None:
     most = max(bytes_for_kernels(three, _stored(three)).values())
     assert 3 * 2 * 2 * rows * width <= most < 3 * 2 * 2 * rows * width * 1.1
 
+    def convolved(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        x = jnp.tanh(jax.lax.conv(x, up, (1, 1), "SAME"))
+        return jax.lax.conv(x, down, (1, 1), "SAME")
+
+    layer = layer_of(convolved, array(2, 8, 4, 4), array(8, 8, 3, 3), array(8, 8, 3, 3))
+    assert not bytes_for_kernels(layer, _stored(layer))
+
 
 def _stored(layer: Layer) -> set[Any]:
     return in_memory(layer.linearised.jaxpr, compiler.GPU)
