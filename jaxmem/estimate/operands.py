@@ -53,7 +53,8 @@ def _readers(layer: Layer) -> tuple[Counter[Any], set[Any]]:
     for eqn in reverse.eqns:
         if kind_in(eqn) == "kernel":
             for atom in set(filter(_jax.is_var, eqn.invars)):
-                times.update(behind_views(atom, views))
+                read = behind_views(atom, views)
+                times.update(read)
                 if eqn.primitive.name == "conv_general_dilated":
-                    of_convolutions.update(behind_views(atom, views))
+                    of_convolutions.update(read)
     return times, of_convolutions

@@ -39,7 +39,7 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
     """
     readers = Counter(var for piece in pieces for var in code.reads(piece.first, piece.last))
     shared = {var for var, count in readers.items() if count > 1}
-    passing = shared - {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
+    passing = shared - _inputs(code)
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
         behind = waits or piece.last < len(code)
@@ -73,7 +73,7 @@ def _together(
         The compiler of GPUs at times computes these only where the optimizer reads them, and holds
         the gradient that each is a sum of till then, of every layer.
     """
-    inputs = {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
+    inputs = _inputs(code)
     given = {var: values[var] for var in reads}
     reached = [var for var in reads if _jax.has_tangent(var.aval)]
     made = [var for var in reached if var not in inputs]
@@ -94,6 +94,11 @@ def _together(
     for group in groups:
         given |= zip(group, with_gradients_together([given[v] for v in group]), strict=True)
     return list(given.values())
+
+
+def _inputs(code: Code) -> set[Any]:
+    """What the function is given, and its constants."""
+    return {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
 
 
 def _function(code: Code, piece: Piece, waits: bool) -> Any:
