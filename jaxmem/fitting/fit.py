@@ -34,7 +34,7 @@ from jaxmem.fitting.shortfall import shortfall
 from jaxmem.fitting.step_problem import BY_LAYER, Cost, StepProblem
 from jaxmem.fitting.ways import build_problem
 from jaxmem.report.report import MemoryReport
-from jaxmem.solve.search import Searched, SearchResult, search, upcoming
+from jaxmem.solve.search import Searched, SearchResult, expected, search, upcoming
 from jaxmem.solve.steps import StepCandidate
 from jaxmem.targets import CompileError
 
@@ -146,7 +146,6 @@ def fit(
         with _Tried(ask, budget, say, deadline, workers, cost != "flops") as tried:
             try:
                 closed = _searched(problem, apart, tried, budget, max_compiles)
-                _challenged(problem, tried, budget, max_compiles)
             except _OutOfTime:
                 closed = False
     best, seen = tried.best(problem), tried.seen(problem)
@@ -199,7 +198,6 @@ class _Tried:
     Attributes:
       reports: in the order in which they were asked for.
       refused: of plans for which the compiler failed, why.
-      by_time: whether the fastest is wanted, and not the one with the fewest FLOPs.
     """
 
     def __init__(
@@ -216,7 +214,7 @@ class _Tried:
         self._answers: dict[StepCandidate, int] = {}
         self._begun: dict[StepCandidate, Begun] = {}
         self._ask, self._budget, self._say, self._deadline = ask, budget, say, deadline
-        self._workers, self.by_time = workers, by_time
+        self._workers, self._by_time = workers, by_time
 
     def __enter__(self) -> "_Tried":
         return self
@@ -224,6 +222,14 @@ class _Tried:
     def __exit__(self, *exception: Any) -> None:
         for begun in self._begun.values():
             begun.stop()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the fastest is wanted, and compiled programs can be told apart by their seconds.
+
+        Until one is compiled they are taken to be.
+        """
+        return self._by_time and all(map(_seconds, self.reports.values()))
 
     def run(self, problem: StepProblem, searched: Searched) -> SearchResult:
         """A search of this front, answered by the compiler."""
@@ -249,25 +255,20 @@ class _Tried:
         for k in sorted(set(fits) - helped):
             fastest.setdefault(problem.kinds[k], k)
         several = [*fastest.values()]
-        if self.by_time:
+        if self._by_time:
             several.sort(key=lambda k: _seconds(self.report(problem, k)))
         known = [*several[:1], *helped]
         return min(
             known, key=lambda k: (self.report(problem, k).matmul_flops or 0, k), default=None
         )
 
-    def compiled(
-        self,
-        problem: StepProblem,
-        candidate: int,
-        searched: Searched | None = None,
-        needed: bool = True,
-    ) -> int:
+    def compiled(self, problem: StepProblem, candidate: int, searched: Searched) -> int:
         """Bytes of a candidate, as a search is told.
+
+        Once a plan is known to fit, no error of a compiler loses it.
 
         Args:
           searched: the search, whose next questions may be compiled meanwhile.
-          needed: whether it is an error if it cannot be compiled, for whatever reason.
         """
         late = self._deadline is not None and time.monotonic() > self._deadline
         if late and self.best(problem) is not None:
@@ -278,7 +279,7 @@ class _Tried:
         try:
             report = self._reported(problem, candidate, searched)
         except CompileError as error:
-            if needed and not error.is_defect:
+            if self.best(problem) is None and not error.is_defect:
                 raise
             self._begun.pop(own, None)
             self.refused[own] = error
@@ -308,9 +309,7 @@ class _Tried:
         needed = report.required_bytes
         return max(needed, self._budget + 1) if rematerialised(report) else needed
 
-    def _reported(
-        self, problem: StepProblem, candidate: int, searched: Searched | None
-    ) -> MemoryReport:
+    def _reported(self, problem: StepProblem, candidate: int, searched: Searched) -> MemoryReport:
         own, start = problem.front[candidate], time.monotonic()
         if own not in self._begun:
             self._begun[own] = problem.begin(self._ask, candidate)
@@ -321,10 +320,10 @@ class _Tried:
         del self._begun[own]  # only now: all that are begun are stopped if anything is raised
         return report
 
-    def _look_ahead(self, problem: StepProblem, candidate: int, searched: Searched | None) -> None:
+    def _look_ahead(self, problem: StepProblem, candidate: int, searched: Searched) -> None:
         """Have what will likely be asked for next compiled meanwhile, and nothing else."""
         likely = [candidate]
-        if searched is not None and self._workers > 1:
+        if self._workers > 1:
             told = _by_place(problem, self._answers)
             likely = upcoming(searched, problem.prediction, self._budget, told, self._workers)
         wanted = {problem.front[k]: k for k in likely}
@@ -347,32 +346,6 @@ def _seconds(report: MemoryReport) -> float:
     return (report.estimated_seconds or 0.0) + (report.communication_seconds or 0.0)
 
 
-def _challenged(problem: StepProblem, tried: _Tried, budget: int, most: int) -> None:
-    """Ask for the best plan of whole layers as well, where the fastest plan is wanted.
-
-    Of layers that keep single values the time is predicted from their operations one by one.  What
-    compilers make of them is another matter: where products pad what they read, each array that
-    goes through a barrier is cut out of the padded one, and padded again behind it.  Layers that
-    are recomputed whole are compiled as they stand.
-    """
-    best = tried.best(problem)
-    if not tried.by_time or not best or not _seconds(tried.report(problem, best)):
-        return
-    if problem.kinds[best].startswith(BY_LAYER):
-        return
-    others = [k for k, kind in enumerate(problem.kinds) if kind.startswith(BY_LAYER)]
-    aim = budget - round(_UNUSED / 2 * max(budget - problem.fixed, 0))
-    for _ in range(_CHALLENGES):
-        seen = tried.seen(problem)
-        first = next((k for k in others if problem.prediction(k, seen) <= aim), None)
-        spent = len(tried.reports) + len(tried.refused) >= most
-        if first is None or first in seen or spent:
-            return
-        if tried.compiled(problem, first, needed=False) <= budget:
-            return
-        others = others[others.index(first) + 1 :]
-
-
 def _searched(
     problem: StepProblem, apart: Sequence[int], tried: _Tried, budget: int, most: int
 ) -> bool:
@@ -381,19 +354,41 @@ def _searched(
     Args:
       apart: places of plans that differ well.
     """
+    predicted, kinds = problem.predicted, problem.kinds
     enough = round(_UNUSED * max(budget - problem.fixed, 0))
 
     def searched(compiled: Callable[[int], int]) -> SearchResult:
-        return search(
-            problem.predicted,
+        found = search(
+            predicted,
             budget,
             compiled,
             most,
             enough=enough,
             seconds=[candidate.seconds for candidate in problem.front],
             worth=_SPARED * problem.plain_seconds,
-            kinds=problem.kinds,
+            kinds=kinds,
             apart=apart,
         )
+        if found.candidate and not kinds[found.candidate].startswith(BY_LAYER) and tried.is_timed:
+            challenge(found.seen, compiled)
+        return found
+
+    def challenge(seen: Mapping[int, int], compiled: Callable[[int], int]) -> None:
+        """Ask for the best plan of whole layers as well.
+
+        Of layers that keep single values the time is predicted from their operations one by one.
+        What compilers make of them is another matter: where products pad what they read, each array
+        that goes through a barrier is cut out of the padded one, and padded again behind it.
+        Layers that are recomputed whole are compiled as they stand.
+        """
+        told, asked = {**seen}, 0
+        for k in (k for k, kind in enumerate(kinds) if kind.startswith(BY_LAYER)):
+            if k not in told:
+                likely = expected(k, predicted, told, kinds) <= budget - enough // 2
+                if not likely or asked == _CHALLENGES or len(told) >= most:
+                    continue
+                told[k], asked = compiled(k), asked + 1
+            if told[k] <= budget:
+                return
 
     return tried.run(problem, searched).closed
