@@ -17,6 +17,7 @@ from jaxmem._jax.edits import as_program as as_program
 from jaxmem._jax.edits import differing_literals as differing_literals
 from jaxmem._jax.edits import flattened as flattened
 from jaxmem._jax.edits import followed_by as followed_by
+from jaxmem._jax.edits import parted as parted
 from jaxmem._jax.edits import piece_of as piece_of
 from jaxmem._jax.edits import renamed as renamed
 from jaxmem._jax.edits import reordered as reordered

@@ -114,6 +114,27 @@ def followed_by(
     )
 
 
+def parted(closed: ClosedJaxpr, places: Collection[int]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Some equations, which read nothing that the others make, and the others, as two jaxprs.
+
+    The first gives what of its own the second reads, and that takes it behind its other inputs.
+    """
+    jaxpr, chosen = closed.jaxpr, frozenset(places)
+    first = [eqn for at, eqn in enumerate(jaxpr.eqns) if at in chosen]
+    others = [eqn for at, eqn in enumerate(jaxpr.eqns) if at not in chosen]
+    made = {var for eqn in first for var in eqn.outvars}
+    read = [atom for eqn in others for atom in eqn.invars]
+    passed = [*dict.fromkeys(a for a in [*read, *jaxpr.outvars] if is_var(a) and a in made)]
+    info = jaxpr.debug_info.with_unknown_names()
+    return (
+        ClosedJaxpr(jaxpr.replace(eqns=first, outvars=passed, debug_info=info), closed.consts),
+        ClosedJaxpr(
+            jaxpr.replace(eqns=others, invars=[*jaxpr.invars, *passed], debug_info=info),
+            closed.consts,
+        ),
+    )
+
+
 def piece_of(
     jaxpr: Any, eqns: Sequence[Eqn], invars: Sequence[Any], outvars: Collection[Any]
 ) -> ClosedJaxpr:

@@ -219,18 +219,19 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], choice: Choice, label: st
             outs = _jax.evaluate(closed, args)
             return context.when_differentiated(outs, lambda: check.code(label))
         if isinstance(choice.policy, ByLayer):
-            given = _jax.used_by(closed, args)
-            outs = unrolled.run_region(casts.opened(closed), given, choice.policy, label)
-            return _jax.made_by(closed, args, outs)
+            code, given = unrolled.keys_outside(casts.opened(closed), args)
+            outs = unrolled.run_region(code, _jax.used_by(code, given), choice.policy, label)
+            return _jax.made_by(code, given, outs)
         why_uncut = ""
         if isinstance(choice.policy, Sqrt):
+            code, given = unrolled.keys_outside(casts.opened(closed), args)
             try:
-                cut = unrolled.by_sqrt(casts.opened(closed), choice.policy)
+                cut = unrolled.by_sqrt(code, choice.policy)
             except NoReverseMode as error:
                 cut, why_uncut = None, str(error).split(". ")[0]
             if cut is not None:
-                outs = unrolled.run(*cut, _jax.used_by(closed, args))
-                return _jax.made_by(closed, args, outs)
+                outs = unrolled.run(*cut, _jax.used_by(code, given))
+                return _jax.made_by(code, given, outs)
         return _checkpoint_whole(closed, whole, choice, found, label, why_uncut)
     check.effect(choice.policy)
     for info, eqn in () if keeps_all else chosen:

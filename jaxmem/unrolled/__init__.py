@@ -2,6 +2,7 @@
 
 from jaxmem.unrolled.chain import Chain, HeldPlan, by_sqrt
 from jaxmem.unrolled.code import Code
+from jaxmem.unrolled.keys import keys_outside
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
 from jaxmem.unrolled.region import run_region
 from jaxmem.unrolled.run import run
@@ -13,6 +14,7 @@ __all__ = [
     "Piece",
     "UnrolledPlan",
     "by_sqrt",
+    "keys_outside",
     "run",
     "run_region",
 ]
