@@ -187,6 +187,8 @@ def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[A
 _LARGE = 16
 # What makes bits that no compiler computes in what reads them.
 _RANDOM = ("random_bits", "threefry2x32")
+# What makes more bytes of the same numbers: a cast is to a wider type then.
+_REPEATING = ("broadcast_in_dim", "convert_element_type")
 # What reads more than this, in units of its own size, is not computed several times.
 _LIGHT = 1.05
 # Products that do no more operations for each byte that they make are, as a convolution of an
@@ -343,7 +345,7 @@ class _Order:
         """Note what repeats the numbers of something smaller, as the gradient of a mean does."""
         if len(atoms) == 1 and kind_of(eqn) in ("fused", "view"):
             size, made = (max(nbytes(var.aval) for var in vars) for vars in (atoms, eqn.outvars))
-            repeats = eqn.primitive.name == "broadcast_in_dim" and made > size
+            repeats = eqn.primitive.name in _REPEATING and made > size
             if repeats or atoms[0] in self._spread:
                 source = self._spread.get(atoms[0], atoms[0])
                 self._spread.update(dict.fromkeys(eqn.outvars, source))

@@ -118,6 +118,31 @@ def test_elementwise_results_are_computed_for_each_reader() -> None:
     assert "dot_general" in {names[step.operation] for step in backward.steps if step.waits}
 
 
+def test_what_is_recomputed_waits_for_a_gradient_and_not_for_a_wider_copy_of_it() -> None:
+    """Which would be in memory for nothing but the barrier: here normalisations work in float32."""
+
+    def fn(w: jax.Array, b: jax.Array, h: jax.Array) -> jax.Array:
+        y = (h @ w).astype("float32")
+        y = (y - y.mean(0)) * jax.lax.rsqrt(jnp.var(y, 0) + 1e-5) + b
+        return jax.nn.relu(y.astype(h.dtype) + h)
+
+    w, b, h = (jnp.ones(shape, "bfloat16") for shape in ((64, 64), (64,), (256, 64)))
+    code = code_of(lambda w, b, h: fn(w, b, fn(w, b, h)), w, b.astype("float32"), h)
+    layer = code.layer(0, len(code))
+    joins = [
+        place
+        for place, var in enumerate(layer.values)
+        if (eqn := layer.made_by(var)) is not None
+        and eqn.primitive.name == "add"
+        and var.aval.shape == h.shape
+        and var.aval.dtype == h.dtype
+    ]
+    backward = backward_of(layer.keeping(joins), interleaved=True)
+    waited = [var for step in backward.steps for var in step.waits]
+    assert len(joins) == len(waited) == 2
+    assert all(var.aval.dtype == h.dtype for var in waited)
+
+
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array) -> jax.Array:
     weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
     weights *= jax.random.bernoulli(key, 0.9, weights.shape)
