@@ -101,8 +101,8 @@ class Code:
     def _opened(self) -> tuple[ClosedJaxpr, dict[int, dict[Any, Any]]]:
         """The code with inputs for the numbers that are written into layers of runs, each its own.
 
-        A key for dropout is made with such: without them layers are traced once.  And the numbers,
-        by operation and name.
+        As the rate at which a layer is dropped, that grows with its depth: without them layers are
+        traced once.  And the numbers, by operation and name.
         """
         places: dict[int, list[int]] = {}
         for run in self.runs:

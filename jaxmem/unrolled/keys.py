@@ -21,8 +21,10 @@ def keys_outside(closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[ClosedJaxpr,
 
     The calls in it are looked into; what gives it no keys is left as it is.
     """
+    if not any(map(_makes_keys, _jax.all_equations(closed.jaxpr))):
+        return closed, list(args)
     opened = _jax.inlined(closed)
-    places = _making_keys(opened)
+    places = _jax.needed(opened, _small_keys(opened), keep_effects=False)
     if not places:
         return closed, list(args)
     makes, rest = _jax.parted(opened, places)
@@ -36,30 +38,21 @@ _OF_KEYS = frozenset({"random_fold_in", "random_seed", "random_split"})
 _MOST = 1024
 
 
-def _making_keys(closed: ClosedJaxpr) -> list[int]:
-    """The operations that make keys from arguments, and those on the way to these."""
+def _makes_keys(eqn: Any) -> bool:
+    return eqn.primitive.name in _OF_KEYS
+
+
+def _small_keys(closed: ClosedJaxpr) -> list[Any]:
+    """Keys that are made of arguments, all of it small."""
     jaxpr = closed.jaxpr
     small = set(filter(_is_small, [*jaxpr.constvars, *jaxpr.invars]))
-    makers: dict[Any, int] = {}
-    wanted: set[int] = set()
-    for at, eqn in enumerate(jaxpr.eqns):
-        operands = list(filter(_jax.is_var, eqn.invars))
-        follows = not eqn.effects and small.issuperset(operands)
-        if not follows or not all(map(_is_small, eqn.outvars)):
-            continue
-        small.update(eqn.outvars)
-        makers.update((var, at) for var in eqn.outvars)
-        if eqn.primitive.name in _OF_KEYS:
-            wanted.add(at)
-    for at in sorted(wanted, reverse=True):
-        pending = [at]
-        while pending:
-            here = pending.pop()
-            wanted.add(here)
-            operands = filter(_jax.is_var, jaxpr.eqns[here].invars)
-            before = (makers[var] for var in operands if var in makers)
-            pending += [one for one in before if one not in wanted]
-    return sorted(wanted)
+    found: list[Any] = []
+    for eqn in jaxpr.eqns:
+        follows = not eqn.effects and small.issuperset(filter(_jax.is_var, eqn.invars))
+        if follows and all(map(_is_small, eqn.outvars)):
+            small.update(eqn.outvars)
+            found += eqn.outvars if _makes_keys(eqn) else []
+    return found
 
 
 def _is_small(var: Any) -> bool:
