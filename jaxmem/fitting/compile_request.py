@@ -20,7 +20,7 @@ def rematerialised(report: MemoryReport) -> bool:
 def tell_of_failures(
     who: str, failed: Sequence["targets.CompileError"], compiled: int, remedy: str
 ) -> None:
-    """Warn of plans for which the compiler failed at something of its own.
+    """Warn of plans for which the compiler failed, and which were passed over.
 
     Args:
       who: asked for them.

@@ -104,8 +104,8 @@ def fit(
         reached, what fills it, and what would help.
       ValueError: nothing in the step is decorated, or nothing decorated is differentiated; the
         budget is no size.
-      jaxmem.CompileError: as for `jaxmem.memory_report`; of a compiler that fails at something of
-        its own, if it does so for every plan that is asked for.
+      jaxmem.CompileError: as for `jaxmem.memory_report`, as long as no plan is known to fit; of a
+        compiler that fails at something of its own, if it does so for every plan that is asked for.
 
     Warns:
       jaxmem.JaxmemWarning: the plan is within the budget, and the device has less; or the compiler

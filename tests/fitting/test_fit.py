@@ -393,6 +393,20 @@ def test_a_compiler_that_fails_for_all_plans_or_at_something_else_says_so(
     assert len(asked) == 1, "it will fail again"
 
 
+def test_no_failure_loses_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    least, most = least_and_most()
+    budget = (least + 3 * most) // 4
+    with monkeypatch.context() as patch:
+        asked = _failing(patch, lambda plan: False, defect=False)
+        fit(step, *specs(), budget=budget)
+    first = asked[0]
+    assert len(asked) > 1
+    _failing(monkeypatch, lambda plan: plan != first, defect=False)
+    with pytest.warns(JaxmemWarning, match="passed over . of . plans"):
+        fitted = fit(step, *specs(), budget=budget)
+    assert fitted.plan == first
+
+
 def test_nothing_differentiated() -> None:
     with pytest.raises(ValueError, match="differentiates none of them"):
         fit(marked, *specs(), budget="1GiB")
