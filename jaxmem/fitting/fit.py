@@ -181,9 +181,10 @@ def fit(
 # Seconds after which tracing a plan and compiling it take long.
 _PATIENCE = 4.0
 # So much of what a budget leaves for temporaries may stay unused, unless a plan that is expected to
-# fit spares more than so much of a step's time.
+# fit spares more than so much of a step's time, or of its matrix products where these are counted.
 _UNUSED = 0.02
-_SPARED = 0.001
+_SPARED = 0.002
+_SPARED_FLOPS = 0.001
 # So many plans of whole layers are asked for, till one of them fits.
 _CHALLENGES = 2
 
@@ -196,6 +197,7 @@ class _Tried:
     """What the compiler says of plans of one step, each asked for once; a context manager.
 
     Attributes:
+      by_time: whether the fastest is wanted, and not the one with the fewest FLOPs.
       reports: in the order in which they were asked for.
       refused: of plans for which the compiler failed, why.
     """
@@ -214,7 +216,7 @@ class _Tried:
         self._answers: dict[StepCandidate, int] = {}
         self._begun: dict[StepCandidate, Begun] = {}
         self._ask, self._budget, self._say, self._deadline = ask, budget, say, deadline
-        self._workers, self._by_time = workers, by_time
+        self.by_time, self._workers = by_time, workers
 
     def __enter__(self) -> "_Tried":
         return self
@@ -229,7 +231,7 @@ class _Tried:
 
         Until one is compiled they are taken to be.
         """
-        return self._by_time and all(map(_seconds, self.reports.values()))
+        return self.by_time and all(map(_seconds, self.reports.values()))
 
     def run(self, problem: StepProblem, searched: Searched) -> SearchResult:
         """A search of this front, answered by the compiler."""
@@ -255,7 +257,7 @@ class _Tried:
         for k in sorted(set(fits) - helped):
             fastest.setdefault(problem.kinds[k], k)
         several = [*fastest.values()]
-        if self._by_time:
+        if self.by_time:
             several.sort(key=lambda k: _seconds(self.report(problem, k)))
         known = [*several[:1], *helped]
         return min(
@@ -356,6 +358,7 @@ def _searched(
     """
     predicted, kinds = problem.predicted, problem.kinds
     enough = round(_UNUSED * max(budget - problem.fixed, 0))
+    worth = (_SPARED if tried.by_time else _SPARED_FLOPS) * problem.plain_seconds
 
     def searched(compiled: Callable[[int], int]) -> SearchResult:
         found = search(
@@ -365,7 +368,7 @@ def _searched(
             most,
             enough=enough,
             seconds=[candidate.seconds for candidate in problem.front],
-            worth=_SPARED * problem.plain_seconds,
+            worth=worth,
             kinds=kinds,
             apart=apart,
         )
