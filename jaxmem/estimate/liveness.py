@@ -340,15 +340,17 @@ class _Lives:
         return peak, frozenset(var for var in self._held if self._last[var] >= when)
 
     def _reduced_for(self, eqn: Any, kind: str, behind: frozenset[Any]) -> frozenset[Any]:
-        """Of what is behind an operation, what one kernel reduces and computes it from."""
+        """Of what is behind an operation, what one kernel reduces and computes it from.
+
+        Of a softmax's derivative that is both the rows and the gradient.
+        """
         if not self._compiler.reduces_inside or kind == "kernel":
             return frozenset()
         atoms = filter(_jax.is_var, eqn.invars)
         before = union(self._reduced.get(atom, _NONE) for atom in atoms)
         if kind != "reduction" or not reduces_rows(eqn):
             return before
-        rows = [var for var in behind if var.aval.size == eqn.invars[0].aval.size]
-        return before.union(rows) if len(rows) == 1 else before
+        return before.union(var for var in behind if var.aval.size == eqn.invars[0].aval.size)
 
     def _merge(self) -> set[Any]:
         """Have operations done in one kernel with a later one; what these read is returned.
