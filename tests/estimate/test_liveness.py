@@ -9,6 +9,7 @@ import pytest
 from helpers.compiled import compiled
 from jax import lax
 
+import jaxmem
 from jaxmem import _jax
 from jaxmem.estimate.arrays import (
     in_memory,
@@ -99,6 +100,25 @@ def test_rows_that_are_reduced_in_the_same_kernel_are_not_written_over():
     # By what something else was reduced to, or along another axis, they are.
     assert on_gpu(lambda x: jnp.exp((x @ x) - (x @ x.T).max(-1, keepdims=True)), X) == 2 + 1 / 64
     assert on_gpu(lambda x: (y := x @ x) - y.sum(0), X) == 1 + 1 / 64
+
+
+def test_what_a_softmaxs_derivative_reads_is_not_written_over():
+    """Rows, gradient and result are there at once, in XLA for GPUs, too."""
+
+    def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.einsum("bqd,bkd->bqk", q, k)
+
+    def pull(q: jax.Array, k: jax.Array, gradient: jax.Array, v: jax.Array) -> jax.Array:
+        shares = jax.nn.softmax(scores(q, k))
+        late = scores(gradient, v)
+        return scores(shares * (late - (shares * late).sum(-1, keepdims=True)), k.swapaxes(1, 2))
+
+    of_head = jax.ShapeDtypeStruct((16, 1024, 64), "float32")
+    size = 16 * 1024 * 1024 * 4
+    live = peak_live_bytes(jax.make_jaxpr(pull)(*[of_head] * 4), compiler=GPU)
+    report = jaxmem.memory_report(pull, *[of_head] * 4, target="h100-80g")
+    assert 3 * size <= live < 3.1 * size
+    assert 3 * size <= report.temp_bytes < 3.1 * size
 
 
 def test_readers_of_one_array_are_one_kernel_unless_one_needs_the_other():
