@@ -7,6 +7,7 @@ few candidates, and the fastest one that fits is the answer, with the compiled p
 its certificate.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -82,8 +83,8 @@ def fit(
         "measured" on the attached device, or "flops", above all those of matrix products.  To
         keep takes time, too, where loops read and write it: for the least time less may be kept
         than there is room for.  For seconds, a plan that recomputes layers of code without a scan
-        whole is compiled as well, if there is one, and the faster one by the roofline of what was
-        compiled is taken: where single values are kept compilers fuse less.
+        whole is compiled as well, if there is one that may be as fast, and the faster one by the
+        roofline of what was compiled is taken: where single values are kept compilers fuse less.
       max_compiles: how often the step may be compiled; where fewer do not suffice to see the next
         faster plan fail, the answer may be slower than need be, and `.explain()` says so.
       max_seconds: after so many no further plan is compiled once one fits, and the best so far is
@@ -185,8 +186,10 @@ _PATIENCE = 4.0
 _UNUSED = 0.02
 _SPARED = 0.002
 _SPARED_FLOPS = 0.001
-# So many plans of whole layers are asked for, till one of them fits.
+# So many plans of whole layers are asked for, till one of them fits; none that is predicted to take
+# so much of a step's time more, if predictions tell these from others.
 _CHALLENGES = 2
+_DOUBT = 0.03
 
 
 class _OutOfTime(Exception):
@@ -373,11 +376,11 @@ def _searched(
             apart=apart,
         )
         if found.candidate and not kinds[found.candidate].startswith(BY_LAYER) and tried.is_timed:
-            challenge(found.seen, compiled)
+            challenge(found.candidate, found.seen, compiled)
         return found
 
-    def challenge(seen: Mapping[int, int], compiled: Callable[[int], int]) -> None:
-        """Ask for the best plan of whole layers as well.
+    def challenge(best: int, seen: Mapping[int, int], compiled: Callable[[int], int]) -> None:
+        """Ask for the best plan of whole layers as well, if it may be as fast.
 
         Of layers that keep single values the time is predicted from their operations one by one.
         What compilers make of them is another matter: where products pad what they read, each array
@@ -385,11 +388,15 @@ def _searched(
         Layers that are recomputed whole are compiled as they stand.
         """
         told, asked = {**seen}, 0
+        doubt = _DOUBT * problem.plain_seconds if problem.tells_kinds else math.inf
+        most_seconds = problem.front[best].seconds + doubt
         for k in (k for k, kind in enumerate(kinds) if kind.startswith(BY_LAYER)):
             if k not in told:
                 likely = expected(k, predicted, told, kinds) <= budget - enough // 2
                 if not likely or asked == _CHALLENGES or len(told) >= most:
                     continue
+                if problem.front[k].seconds > most_seconds:
+                    return
                 told[k], asked = compiled(k), asked + 1
             if told[k] <= budget:
                 return

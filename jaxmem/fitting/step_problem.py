@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem import _jax, targets
 from jaxmem.compile.program import Program
 from jaxmem.errors import JaxmemWarning, NoStackWarning, warn
+from jaxmem.estimate.compiler import Compiler
 from jaxmem.estimate.compiler import of_platform as compiler_of
 from jaxmem.estimate.measured import Measured
+from jaxmem.estimate.operands import pads
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.collector import Collector
 from jaxmem.fitting.compile_request import Begun, CompileRequest
@@ -57,6 +59,8 @@ class StepProblem:
       pipelines: what was noted of its pipelines.
       scans: what scans are that can be taken for something else than stacks.
       in_loop: whether its gradient is taken in a loop, as over microbatches.
+      tells_kinds: whether predicted seconds tell which of two kinds of plans is faster: known of
+        XLA for GPUs, where products pad nothing that they read.
       variants: the same step with carries split over other axes, with its pipelines run in
         other ways, or with scans as parts of the code around them, by `StepCandidate.variant`, this
         one first; none if there is no other.
@@ -78,6 +82,7 @@ class StepProblem:
     pipelines: tuple[PipelineNote, ...] = ()
     scans: Scans = "stacks"
     in_loop: bool = False
+    tells_kinds: bool = False
     variants: "tuple[StepProblem, ...]" = ()
 
     @property
@@ -283,7 +288,7 @@ def one_way(
     problem = StepProblem(
         program, regions, candidates, front, whole, layered, others, fixed, everything, devices,
         name, partition, choice or next(iter(collector.choices), None), tuple(collector.pipelines),
-        scans, in_loop,
+        scans, in_loop, _tells_kinds(collector.roofline.compiler, program),
     )  # fmt: skip
     least = round(_WORTH_SPLITTING * min(problem.predicted))
     axes = [] if partition else collector.splitting(least)
@@ -313,6 +318,10 @@ def roofline_of(target: "targets.Target | None", cost: Cost) -> Roofline:
 _WORTH_SPLITTING = 0.02
 # The kind of plans that recompute layers whole, or keep all of them.
 BY_LAYER = "by layer"
+
+
+def _tells_kinds(compiler: Compiler, program: Program) -> bool:
+    return compiler.calls_libraries and not any(map(pads, _jax.all_equations(program.jaxpr.jaxpr)))
 
 
 def _unmade(regions: Sequence[Region], gradients: int, devices: int) -> list[int]:

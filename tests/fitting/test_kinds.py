@@ -21,7 +21,7 @@ def spec(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 def block(h: jax.Array, w: Any) -> jax.Array:
     q, k, v = (h @ w[name] for name in "qkv")
-    q, k, v = (part.reshape(BATCH, LENGTH, HEADS, -1) for part in (q, k, v))
+    q, k, v = (part.reshape(*h.shape[:2], HEADS, -1) for part in (q, k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(h.shape)
     h = h + y @ w["out"]
@@ -39,11 +39,11 @@ def step(ws: Any, h: jax.Array) -> Any:
     return jax.grad(lambda ws: jnp.square(net(ws, h).astype("float32")).mean())(ws)
 
 
-def args() -> Any:
+def args(length: int = LENGTH) -> Any:
     shapes = dict.fromkeys(("q", "k", "v", "out"), (WIDTH, WIDTH))
     shapes |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
     layer = {name: spec(*shape) for name, shape in shapes.items()}
-    return [layer] * LAYERS, spec(BATCH, LENGTH, WIDTH)
+    return [layer] * LAYERS, spec(BATCH, length, WIDTH)
 
 
 @pytest.mark.slow
@@ -61,6 +61,19 @@ def test_the_fastest_of_two_kinds_is_the_compilers_to_say(monkeypatch: pytest.Mo
     flops = [one.report.matmul_flops or 0 for one in (fewest, alone, found)]
     assert flops[0] < min(flops[1:])
     assert "recomputed whole" not in str(fewest.explain())
+
+
+@pytest.mark.slow
+def test_where_nothing_is_padded_predictions_tell_the_kinds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer is the same as if the compiler had been asked."""
+    how: Any = {"budget": "1.4GiB", "target": "h100-80g", "progress": False}
+    found = jaxmem.fit(step, *args(1024), **how)
+    monkeypatch.setattr(fit_module, "_DOUBT", 1.0)
+    asked = jaxmem.fit(step, *args(1024), **how)
+    assert found.plan == asked.plan
+    assert found.compiles < asked.compiles
 
 
 def _milliseconds(fitted: jaxmem.Fitted) -> float:
