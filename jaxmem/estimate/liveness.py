@@ -50,6 +50,7 @@ def peak_live(
     of_calls: Collection[Any] = (),
     fenced: Collection[Any] = (),
     reduced: Mapping[Any, frozenset[Any]] = types.MappingProxyType({}),
+    in_loop: bool = True,
 ) -> tuple[int, frozenset[Any]]:
     """The most bytes live at once, of what is computed, and which of `held` are then.
 
@@ -66,12 +67,15 @@ def peak_live(
       fenced: values that go through a barrier that is not in the program.
       reduced: of inputs, those whose rows were reduced for them in this program, see
         `rows_reduced`.
+      in_loop: whether it is one turn of a loop.  Of a softmax's derivative the rows or the gradient
+        are then taken to be written over.  That is one array too few, but what is held around a
+        loop is counted generously, and the sum of both was right where it was compiled.
     """
     jaxpr = closed.jaxpr
     rounded = read_rounded(jaxpr, compiler).difference(exact)
     stored = in_memory(jaxpr, compiler, of_products)
     parts = copied_parts(jaxpr) if compiler.copies_parts else ()
-    lives = _Lives(closed, held, stored, rounded, parts, compiler)
+    lives = _Lives(closed, held, stored, rounded, parts, compiler, in_loop)
     lives.reduce(reduced)
     waiting = set(copied)
     if compiler.holds_fenced:
@@ -181,9 +185,10 @@ class _Lives:
         rounded: Collection[Any],
         cut_out: Collection[Any],
         compiler: Compiler,
+        in_loop: bool = True,
     ) -> None:
         jaxpr = closed.jaxpr
-        self._compiler = compiler
+        self._compiler, self._in_loop = compiler, in_loop
         self._rounded = rounded
         self._cut_out = cut_out
         self._stored = {*filter(_jax.is_var, jaxpr.outvars), *stored}
@@ -350,7 +355,8 @@ class _Lives:
         before = union(self._reduced.get(atom, _NONE) for atom in atoms)
         if kind != "reduction" or not reduces_rows(eqn):
             return before
-        return before.union(var for var in behind if var.aval.size == eqn.invars[0].aval.size)
+        rows = [var for var in behind if var.aval.size == eqn.invars[0].aval.size]
+        return before.union(rows) if len(rows) == 1 or not self._in_loop else before
 
     def _merge(self) -> set[Any]:
         """Have operations done in one kernel with a later one; what these read is returned.
