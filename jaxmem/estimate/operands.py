@@ -39,10 +39,11 @@ def bytes_for_kernels(layer: Layer, stored: Collection[Any]) -> dict[Any, int]:
     return found
 
 
-def pads(eqn: Any) -> bool:
-    """Whether XLA for GPUs pads what a product of several matrices each reads, and cuts its result.
+def may_pad(eqn: Any) -> bool:
+    """Whether XLA for GPUs may pad what a product of several matrices each reads.
 
-    To rows of 16 bytes, as cuBLAS wants them: the 197 patches of an image to 200.
+    To rows of 16 bytes, as cuBLAS wants them: the 197 patches of an image to 200.  Whether it does
+    goes by whether Triton makes the product, which is not known in advance.
     """
     if eqn.primitive.name != "dot_general":
         return False

@@ -144,7 +144,7 @@ def reversal_peak(
         live_to_end=live_to_end,
         of_calls=[var for var in backward.tape if _by_library(layer, var)],
         fenced=backward.fenced if barriers else (),
-        in_loop=False,
+        reduces_pairs=True,
     )
 
 

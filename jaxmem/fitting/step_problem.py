@@ -15,7 +15,7 @@ from jaxmem.errors import JaxmemWarning, NoStackWarning, warn
 from jaxmem.estimate.compiler import Compiler
 from jaxmem.estimate.compiler import of_platform as compiler_of
 from jaxmem.estimate.measured import Measured
-from jaxmem.estimate.operands import pads
+from jaxmem.estimate.operands import may_pad
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.fitting.collector import Collector
 from jaxmem.fitting.compile_request import Begun, CompileRequest
@@ -60,7 +60,7 @@ class StepProblem:
       scans: what scans are that can be taken for something else than stacks.
       in_loop: whether its gradient is taken in a loop, as over microbatches.
       tells_kinds: whether predicted seconds tell which of two kinds of plans is faster: known of
-        XLA for GPUs, where products pad nothing that they read.
+        XLA for GPUs, where products need not pad what they read.
       variants: the same step with carries split over other axes, with its pipelines run in
         other ways, or with scans as parts of the code around them, by `StepCandidate.variant`, this
         one first; none if there is no other.
@@ -321,7 +321,8 @@ BY_LAYER = "by layer"
 
 
 def _tells_kinds(compiler: Compiler, program: Program) -> bool:
-    return compiler.calls_libraries and not any(map(pads, _jax.all_equations(program.jaxpr.jaxpr)))
+    equations = _jax.all_equations(program.jaxpr.jaxpr)
+    return compiler.calls_libraries and not any(map(may_pad, equations))
 
 
 def _unmade(regions: Sequence[Region], gradients: int, devices: int) -> list[int]:
