@@ -5,6 +5,7 @@ until the gradient comes by that needs it.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +31,8 @@ class BackwardStep:
       anew: whether what was recomputed so far, and is no kernel's, is forgotten before it.
       waits: for what `recomputed` has to wait, as it makes something large: the gradients that it
         is for, and what the kernel before made, so that branches come one after the other.
-      first: gradients that wait for the operation, which is done with something large.
+      first: gradients that wait for the operation, which is done with something large.  These are
+        the ones that it pulls back; if none is read any more, larger ones that are there.
       reads: what `recomputed` takes from behind a barrier.
     """
 
@@ -107,6 +109,9 @@ class _Order:
         # What is elementwise stands in front of the kernel or the sum that reads it.
         self._late: dict[Any, int] = {}
         after = jaxpr.eqns[count:]
+        # Gradients that kernels made, and how often each is still to be read.
+        self._made: dict[Any, None] = {}
+        self._left = Counter(filter(_jax.is_var, (a for eqn in after for a in eqn.invars)))
         for at, eqn in enumerate(after):
             if self._can_wait(eqn):
                 self._late.update(dict.fromkeys(eqn.outvars, at))
@@ -188,18 +193,20 @@ class _Order:
         self._large.update(self._called(var) for var in large)
         ins = [self._called(a) if _jax.is_var(a) else a for a in eqn.invars]
         done = kernel and any(_jax.is_var(a) and a in self._large for a in ins)
+        self._left.subtract(filter(_jax.is_var, eqn.invars))
         self.steps.append(
             BackwardStep(
                 recomputed=range(start, len(self.eqns)),
                 operation=len(self.eqns),
                 anew=anew or self._ended,
                 waits=self._waits(gradients) if large else (),
-                first=self._unspread(pulled) if done else (),
+                first=self._unspread(self._yet_to_wait(pulled)) if done else (),
             )
         )
         self.eqns.append(_jax.renamed(eqn, ins, eqn.outvars))
         if pulled:
             self._following.update(eqn.outvars)
+            self._made.update(dict.fromkeys(eqn.outvars) if kernel else {})
         self._note_spread(eqn, own)
         if kernel:
             self._now.clear()
@@ -208,6 +215,18 @@ class _Order:
         elif any(atom in self._behind for atom in own):
             self._behind.update(eqn.outvars)
         self._ended = kernel
+
+    def _yet_to_wait(self, pulled: Sequence[Any]) -> Sequence[Any]:
+        """What waits for an operation that pulls these back and is done with something large.
+
+        Nothing would wait through gradients that it is the last to read.  What it reads should be
+        gone when larger ones are pulled further: as the probabilities of attention, kept, which are
+        for the gradient of the values, when the softmax is reversed.
+        """
+        if any(self._left[var] for var in pulled):
+            return pulled
+        size = max((nbytes(var.aval) for var in pulled), default=0)
+        return [var for var in self._made if self._left[var] and nbytes(var.aval) > size]
 
     def _waits(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """These gradients, and the last kernel, if they are there without it."""

@@ -32,6 +32,7 @@ from jaxmem.solve.chain import Kept, Recomputed, Steps
 from jaxmem.solve.keep import Keep, at_other_prices, menu
 from jaxmem.solve.problem import Graph
 from jaxmem.solve.stacks import Candidate, Choice, Loose, candidates, revolved
+from jaxmem.solve.stages import kept_in
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled import Chain, Code, HeldPlan
 
@@ -296,7 +297,7 @@ class UnrolledRegion(Region):
 
     def _kept_in_part(self, steps: Steps) -> Iterator[tuple[list[Kept], Keep]]:
         alike: dict[tuple[int, int], list[Kept]] = {}
-        for kept in _kept(steps):
+        for kept in kept_in(steps):
             alike.setdefault((id(self.chain.segment(kept)), kept.option), []).append(kept)
         for several in alike.values():
             keep = self.chain.segment(several[0]).keeps[several[0].option]
@@ -313,7 +314,7 @@ class UnrolledRegion(Region):
             yield several, None
 
     def gap(self, candidate: Candidate) -> float:
-        keeps = (self.chain.segment(kept).keeps[kept.option] for kept in _kept(_steps(candidate)))
+        keeps = (self.chain.segment(kept).keeps[kept.option] for kept in kept_in(_steps(candidate)))
         return max((keep.gap for keep in keeps if keep is not None), default=0.0)
 
 
@@ -429,14 +430,6 @@ def _unrolled(plans: Sequence[HeldPlan]) -> tuple[UnrolledCandidate, ...]:
 def _steps(candidate: Candidate) -> Steps:
     assert isinstance(candidate, UnrolledCandidate)
     return candidate.plan.steps
-
-
-def _kept(steps: Sequence[Kept | Recomputed]) -> list[Kept]:
-    """All that is kept, in segments that are recomputed as well."""
-    found: list[Kept] = []
-    for step in steps:
-        found += [step] if isinstance(step, Kept) else _kept(step.inner)
-    return found
 
 
 def _again(steps: Sequence[Kept | Recomputed]) -> Iterator[int]:

@@ -132,6 +132,14 @@ class ChainPlan:
     steps: Steps
 
 
+def kept_in(steps: Sequence[Kept | Recomputed]) -> list[Kept]:
+    """All that is kept, in segments that are recomputed as well."""
+    found: list[Kept] = []
+    for step in steps:
+        found += [step] if isinstance(step, Kept) else kept_in(step.inner)
+    return found
+
+
 def extra_seconds(
     steps: Sequence[Kept | Recomputed], stages: Sequence[Stage], merged: Merged = NO_MERGED
 ) -> float:

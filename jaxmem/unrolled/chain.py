@@ -24,7 +24,7 @@ from jaxmem.solve.chain import (
     solve_chain,
 )
 from jaxmem.solve.pareto import cost, cost_of_part, pareto_optimal
-from jaxmem.solve.stages import extra_seconds
+from jaxmem.solve.stages import extra_seconds, kept_in
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.code import Code
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
@@ -71,6 +71,7 @@ class Chain:
         self, code: Code, roofline: Roofline, offload: bool = False, points: int = 4
     ) -> None:
         self.code, self.cuts = code, code.cuts()
+        self._compiler = roofline.compiler
         known: dict[Hashable, Segment] = {}
         self.segments: dict[tuple[int, int], Segment] = {}
         self._begins: dict[Segment, int] = {}
@@ -101,6 +102,7 @@ class Chain:
         self._single, self._merged = single, stages
         self._shared_bytes = code.shared_bytes()
         self._known_stored: dict[Kept, dict[int, Any]] = {}
+        self._known_waiting: dict[int, int] = {}
         self._by_layer: dict[tuple[bool, bool, int], list[HeldPlan]] = {}
         table = solve_chain(single, slots=200, carried=self._carried, merged=stages)
         self.found = tuple(self._reestimated(table))
@@ -279,6 +281,7 @@ class Chain:
         """Bytes live at the peak, with what the dynamic program does not see."""
         more: dict[Kept, int] = {}
         self._add_more(steps, frozenset(), more)
+        self._add_waiting(steps, more)
         needed = peak_bytes(steps, self._single, self._carried, self._merged, more)
         stage = self._merged.get((0, len(self))) if len(self) > 1 else self._single[0]
         if stage and all(isinstance(step, Kept) and step.option == 0 for step in steps):
@@ -299,6 +302,39 @@ class Chain:
             if live_to_end:
                 more[step] = segment.extra_work_bytes(step.option, live_to_end)
             held |= set(stored.values())
+
+    def _add_waiting(self, steps: Steps, more: dict[Kept, int]) -> None:
+        """While others are reversed, gradients wait of what comes first, if that is kept whole.
+
+        Those of its matrices are made in one go, but for TPUs (`jaxmem.unrolled.run`).
+        """
+        kept: list[Kept] = []
+        for step in reversed(steps):
+            if not isinstance(step, Kept) or step.option:
+                break
+            kept.append(step)
+        if not kept or len(kept) == len(steps) or self._compiler.fuses_operands:
+            return
+        first = kept[-1].stage
+        if not self.code.has_layer(self.cuts[first], self.cuts[-1]):
+            waiting = self._waiting_bytes(first)
+            for other in kept_in(steps[: -len(kept)]):
+                more[other] = more.get(other, 0) + waiting
+
+    def _waiting_bytes(self, first: int) -> int:
+        """Of matrices that are read from a stage on, and not before, the gradients that wait.
+
+        XLA updates parameters in their order: no other waits for those in front of the first one
+        whose gradient comes later.
+        """
+        if first not in self._known_waiting:
+            inputs = [var for var in self.code.closed.jaxpr.invars if _jax.has_tangent(var.aval)]
+            before = set(self.code.reads(0, self.cuts[first]))
+            read = set(self.code.reads(self.cuts[first], self.cuts[-1])) - before
+            behind = itertools.dropwhile(lambda var: var not in before, inputs)
+            waiting = [var for var in behind if var in read and len(var.aval.shape) > 1]
+            self._known_waiting[first] = sum(map(self.code.gradient_bytes, waiting))
+        return self._known_waiting[first]
 
     def _stored(self, kept: Kept) -> dict[int, Any]:
         """Of the values that are kept, by place, those that others read or made."""

@@ -29,7 +29,7 @@ from jaxmem.parallel.partition import Partition
 from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Body, Layer, NoReverseMode, Wrt, cheap_values, nbytes
 from jaxmem.unrolled.casts import Casts
-from jaxmem.unrolled.gradients import with_gradients_together
+from jaxmem.unrolled.gradients import of_a_kind_together, with_gradients_together
 from jaxmem.unrolled.runs import Run, find_runs
 
 # ---------------------------------------------------------------- API
@@ -235,10 +235,27 @@ class Code:
         scans = filter(_jax.is_scan, self.eqns[first:last])
         return any(_jax.has_tangent(var.aval) for eqn in scans for var in eqn.outvars)
 
-    def run(self, first: int, last: int, values: Sequence[Any]) -> list[Any]:
-        """Evaluate a segment from what it `reads` to what it `gives`."""
-        reads = self.reads(first, last)
-        return self._run(self.closed, first, last, dict(zip(reads, values, strict=True)))
+    def has_layer(self, first: int, last: int) -> bool:
+        """Whether a whole layer of a run is among operations first..last-1."""
+        return any(
+            first <= begin and end <= last
+            for run in self.runs
+            for begin, end in itertools.pairwise(run.places)
+        )
+
+    def run(
+        self, first: int, last: int, values: Sequence[Any], together: bool = False
+    ) -> list[Any]:
+        """Evaluate a segment from what it `reads` to what it `gives`.
+
+        Args:
+          together: whether the gradients of matrices that it casts are made in one go with those of
+            what others made for it.
+        """
+        given = dict(zip(self.reads(first, last), values, strict=True))
+        if together:
+            given |= self._with_casts(first, last, given)
+        return self._run(self.closed, first, last, given)
 
     def traced(self, first: int, last: int, reads: Sequence[Any]) -> ClosedJaxpr:
         """A segment as a jaxpr, from what it `reads` in this order to what it `gives`.
@@ -310,12 +327,35 @@ class Code:
             return False
         return not set(made).isdisjoint(filter(_jax.is_var, reader.invars))
 
+    def _with_casts(self, first: int, last: int, given: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Of a segment, what others made for it and its casts of matrices."""
+        made = [var for var in given if var in self._makers and _jax.has_tangent(var.aval)]
+        casts = [eqn.outvars[0] for eqn in self.eqns[first:last] if eqn in self.casts]
+        before = _jax.needed(self.closed, casts, keep_effects=False, given=[*given])
+        found = _jax.evaluate(
+            self.closed,
+            [None] * len(self.closed.jaxpr.invars),
+            only=frozenset(before),
+            given=given,
+            outs=casts,
+            each=_named,
+        )
+        kinds = {_jax.varying(given[var]) for var in made}
+        found = [
+            value if _jax.varying(value) in kinds else with_gradients_together([value])[0]
+            for value in found
+        ]
+        fenced = of_a_kind_together([given[var] for var in made], found)
+        return dict(zip([*made, *casts], fenced, strict=True))
+
     def _run(self, closed: ClosedJaxpr, first: int, last: int, given: Mapping[Any, Any]) -> list:
+        # What is given is there, be it made in the segment.
+        places = (at for at in range(first, last) if not given.keys() & self.eqns[at].outvars)
         return _jax.evaluate(
             closed,
             [None] * len(closed.jaxpr.invars),
             special=self._reversed_otherwise,
-            only=frozenset(range(first, last)),
+            only=frozenset(places),
             given=given,
             outs=self.gives(first, last),
             each=self._with_own_gradient,

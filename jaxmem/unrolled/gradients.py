@@ -1,10 +1,29 @@
 """Values whose gradients are made in one go, and in a layout of their own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+
+from jaxmem import _jax
+
+
+def of_a_kind_together(values: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    """All of these; the gradients of `values`, and of `more` that are like any, made in one go.
+
+    Under `shard_map` those of a kind: all of a barrier varies over the same axes of the mesh.
+    """
+    found = [*values, *more]
+    kinds = list(map(_jax.varying, found))
+    for kind in dict.fromkeys(kinds[: len(values)]):
+        places = [place for place, own in enumerate(kinds) if own == kind]
+        if len(places) > 1:
+            fenced = with_gradients_together([found[place] for place in places])
+            for place, value in zip(places, fenced, strict=True):
+                found[place] = value
+    return found
 
 
 @jax.custom_jvp

@@ -18,7 +18,7 @@ from jaxmem.stacked.stack import Stack
 from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.code import Code
-from jaxmem.unrolled.gradients import with_gradients_together
+from jaxmem.unrolled.gradients import of_a_kind_together, with_gradients_together
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
 
 
@@ -43,8 +43,8 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
         behind = waits or piece.last < len(code)
-        recomputes = bool(piece.inner) or piece.keep is not None
-        given = _together(code, reads, shared, values, sums=behind and recomputes)
+        sums = behind and not _is_kept_whole(piece)
+        given = _together(code, reads, shared, values, sums, _ends_as_it_stands(code, piece))
         # Later pieces read what has been through this one's barrier, so that their gradients are
         # added to its own there, and not all at once behind the last of them.
         values.update((var, made) for var, made in zip(reads, given, strict=True) if var in passing)
@@ -55,8 +55,30 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
 _SUMS = 256
 
 
+def _is_kept_whole(piece: Piece) -> bool:
+    return piece.keep is None and not piece.inner
+
+
+def _ends_as_it_stands(code: Code, piece: Piece) -> bool:
+    """Whether all of a piece is kept with which the backward pass begins, and others come behind.
+
+    Nothing in it waits for anything, so that the compiler of GPUs at times puts the gradients of
+    its matrices off, which only the optimizer reads, and holds what they are made of while the next
+    pieces are reversed.  They are made in one go with those of its inputs, if it is less than a
+    layer: those of several layers would all be there at once.
+    """
+    if not _is_kept_whole(piece) or piece.first == 0 or piece.last != len(code):
+        return False
+    return platform() != "tpu" and not code.has_layer(piece.first, piece.last)
+
+
 def _together(
-    code: Code, reads: Sequence[Any], shared: Collection[Any], values: dict[Any, Any], sums: bool
+    code: Code,
+    reads: Sequence[Any],
+    shared: Collection[Any],
+    values: dict[Any, Any],
+    sums: bool,
+    matrices: bool,
 ) -> list[Any]:
     """What a piece reads, its gradients made in one go, before earlier pieces are reversed.
 
@@ -72,6 +94,7 @@ def _together(
       sums: whether gradients of small parameters (biases, scales of norms) are made in the same go.
         The compiler of GPUs at times computes these only where the optimizer reads them, and holds
         the gradient that each is a sum of till then, of every layer.
+      matrices: whether those of matrices are, which no other piece reads.
     """
     inputs = _inputs(code)
     given = {var: values[var] for var in reads}
@@ -84,15 +107,14 @@ def _together(
     if platform() != "tpu":
         alone += [var for var in own if var not in small and len(var.aval.shape) > 1]
         alone = [var for var in alone if var not in code.casts.only]
-    # What stands in one group has its gradients made in one go.
-    groups = [[var] for var in alone]
-    # Under `shard_map` those of a kind: all of a barrier varies over the same axes.
-    for kind in dict.fromkeys(_jax.varying(values[var]) for var in made):
-        same = [var for var in (*made, *small) if _jax.varying(values[var]) == kind]
-        if len(same) > 1:
-            groups.append(same)
-    for group in groups:
-        given |= zip(group, with_gradients_together([given[v] for v in group]), strict=True)
+    if matrices:
+        kinds = {_jax.varying(values[var]) for var in made}
+        small += [var for var in alone if var in own and _jax.varying(values[var]) in kinds]
+        alone = [var for var in alone if var not in small]
+    for var in alone:
+        (given[var],) = with_gradients_together([given[var]])
+    fenced = of_a_kind_together([given[var] for var in made], [given[var] for var in small])
+    given.update(zip([*made, *small], fenced, strict=True))
     return list(given.values())
 
 
@@ -114,7 +136,8 @@ def _function(code: Code, piece: Piece, waits: bool) -> Any:
         return _by_plan(jax.checkpoint(again))
 
     def as_it_stands(*given: Any) -> list[Any]:
-        return code.run(piece.first, piece.last, given)
+        together = _ends_as_it_stands(code, piece)
+        return code.run(piece.first, piece.last, given, together)
 
     if piece.keep is None and not code.has_loops(piece.first, piece.last):
         return as_it_stands

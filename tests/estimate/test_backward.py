@@ -184,6 +184,25 @@ def test_products_of_what_is_kept_and_elementwise_are_not_put_off() -> None:
     assert [eqn.outvars[0].aval.shape for eqn in first] in ([(16, 64)], [(64, 16)])
 
 
+def test_what_is_kept_is_done_with_before_larger_gradients_are_pulled_further() -> None:
+    """The probabilities, for the gradient of the values: then their own gradient is read."""
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    like = jnp.ones((2, 64, 4, 8))
+    code = code_of(fn, like, like, like)
+    layer = code.layer(0, len(code))
+    large = [k for k, var in enumerate(layer.values) if var.aval.shape == (2, 4, 64, 64)]
+    backward = backward_of(layer.keeping(large), interleaved=True)
+    of_values = next(step for step in backward.steps if step.first)
+    eqn = backward.closed.jaxpr.eqns[of_values.operation]
+    assert eqn.primitive.name == "dot_general"
+    assert eqn.outvars[0].aval.size == like.size
+    assert [var.aval.shape for var in of_values.first] == [(2, 4, 64, 64)]
+
+
 def products(layer: Layer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The shapes of what is multiplied, in the backward pass."""
     eqns = backward_of(layer, interleaved=True).closed.jaxpr.eqns
