@@ -414,8 +414,7 @@ def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
     """Neighbours that keep everything as one piece."""
     found: list[Piece] = []
     for piece in pieces:
-        plain = piece.keep is None and not piece.inner
-        if found and plain and found[-1].keep is None and not found[-1].inner:
+        if found and piece.is_kept_whole and found[-1].is_kept_whole:
             found[-1] = Piece(found[-1].first, piece.last)
         else:
             found.append(piece)

@@ -340,12 +340,7 @@ class Code:
             outs=casts,
             each=_named,
         )
-        kinds = {_jax.varying(given[var]) for var in made}
-        found = [
-            value if _jax.varying(value) in kinds else with_gradients_together([value])[0]
-            for value in found
-        ]
-        fenced = of_a_kind_together([given[var] for var in made], found)
+        fenced = of_a_kind_together([given[var] for var in made], (), found)
         return dict(zip([*made, *casts], fenced, strict=True))
 
     def _run(self, closed: ClosedJaxpr, first: int, last: int, given: Mapping[Any, Any]) -> list:

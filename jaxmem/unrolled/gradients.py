@@ -10,16 +10,21 @@ from jax.custom_derivatives import SymbolicZero
 from jaxmem import _jax
 
 
-def of_a_kind_together(values: Sequence[Any], more: Sequence[Any]) -> list[Any]:
-    """All of these; the gradients of `values`, and of `more` that are like any, made in one go.
+def of_a_kind_together(
+    values: Sequence[Any], more: Sequence[Any], matrices: Sequence[Any]
+) -> list[Any]:
+    """All of these; the gradients of `values`, and of others that are like any, made in one go.
 
-    Under `shard_map` those of a kind: all of a barrier varies over the same axes of the mesh.
+    Under `shard_map` those of a kind: all of a barrier varies over the same axes of the mesh.  Of
+    matrices that are like none each has its gradient made by itself.
     """
-    found = [*values, *more]
+    found = [*values, *more, *matrices]
     kinds = list(map(_jax.varying, found))
-    for kind in dict.fromkeys(kinds[: len(values)]):
-        places = [place for place, own in enumerate(kinds) if own == kind]
-        if len(places) > 1:
+    alone, own = len(values) + len(more), dict.fromkeys(kinds[: len(values)])
+    groups = [[place for place, kind in enumerate(kinds) if kind == one] for one in own]
+    groups += [[place] for place in range(alone, len(found)) if kinds[place] not in own]
+    for places in groups:
+        if len(places) > 1 or places[0] >= alone:
             fenced = with_gradients_together([found[place] for place in places])
             for place, value in zip(places, fenced, strict=True):
                 found[place] = value

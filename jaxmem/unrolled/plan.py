@@ -26,6 +26,10 @@ class Piece:
     offload: tuple[int, ...] = ()
     inner: "tuple[Piece, ...]" = ()
 
+    @property
+    def is_kept_whole(self) -> bool:
+        return self.keep is None and not self.inner
+
 
 @dataclasses.dataclass(frozen=True)
 class UnrolledPlan:

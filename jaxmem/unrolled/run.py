@@ -43,7 +43,7 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
         behind = waits or piece.last < len(code)
-        sums = behind and not _is_kept_whole(piece)
+        sums = behind and not piece.is_kept_whole
         given = _together(code, reads, shared, values, sums, _ends_as_it_stands(code, piece))
         # Later pieces read what has been through this one's barrier, so that their gradients are
         # added to its own there, and not all at once behind the last of them.
@@ -55,10 +55,6 @@ def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: boo
 _SUMS = 256
 
 
-def _is_kept_whole(piece: Piece) -> bool:
-    return piece.keep is None and not piece.inner
-
-
 def _ends_as_it_stands(code: Code, piece: Piece) -> bool:
     """Whether all of a piece is kept with which the backward pass begins, and others come behind.
 
@@ -67,7 +63,7 @@ def _ends_as_it_stands(code: Code, piece: Piece) -> bool:
     pieces are reversed.  They are made in one go with those of its inputs, if it is less than a
     layer: those of several layers would all be there at once.
     """
-    if not _is_kept_whole(piece) or piece.first == 0 or piece.last != len(code):
+    if not piece.is_kept_whole or piece.first == 0 or piece.last != len(code):
         return False
     return platform() != "tpu" and not code.has_layer(piece.first, piece.last)
 
@@ -107,14 +103,12 @@ def _together(
     if platform() != "tpu":
         alone += [var for var in own if var not in small and len(var.aval.shape) > 1]
         alone = [var for var in alone if var not in code.casts.only]
-    if matrices:
-        kinds = {_jax.varying(values[var]) for var in made}
-        small += [var for var in alone if var in own and _jax.varying(values[var]) in kinds]
-        alone = [var for var in alone if var not in small]
+    whole = [var for var in alone if var in own] if matrices else []
     for var in alone:
-        (given[var],) = with_gradients_together([given[var]])
-    fenced = of_a_kind_together([given[var] for var in made], [given[var] for var in small])
-    given.update(zip([*made, *small], fenced, strict=True))
+        if var not in whole:
+            (given[var],) = with_gradients_together([given[var]])
+    several = [[given[var] for var in group] for group in (made, small, whole)]
+    given.update(zip([*made, *small, *whole], of_a_kind_together(*several), strict=True))
     return list(given.values())
 
 
