@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, primitives
 
 from jaxmem import _jax
 from jaxmem.estimate.arrays import behind_views, views_in
 from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.interleaved import BackwardStep, interleave
 from jaxmem.trace.context import platform
-from jaxmem.trace.layer import Layer
+from jaxmem.trace.layer import Layer, nbytes
 
 # ---------------------------------------------------------------- types
 
@@ -84,6 +84,7 @@ def interleaved_pullback(
     ct_carry: Sequence[Any],
     ct_y: Sequence[Any],
     waits: bool = True,
+    casts_wait: bool = False,
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """As `Layer.pullback`; what is recomputed waits for the gradient that needs it.
 
@@ -91,6 +92,7 @@ def interleaved_pullback(
 
     Args:
       waits: for those of the layer's results, too.
+      casts_wait: whether casts of what is given do, however little they make.
     """
     backward = backward_of(layer, interleaved=True)
     closed = backward.closed
@@ -104,6 +106,7 @@ def interleaved_pullback(
     # that it has the results already.  What reads it later takes it from there as well, so that it
     # is one array, with one copy in another layout; but for parameters, which are there anyway.
     behind: dict[Any, Any] = {}
+    late = _late_parameters(backward, values) if casts_wait else {}
     special = _jax.with_own_arrays(closed)
     parameters = {*closed.jaxpr.constvars, *backward.consts, *backward.xs}
     for step in backward.steps:
@@ -111,7 +114,7 @@ def interleaved_pullback(
             behind.clear()
         if step.recomputed:
             again = [closed.jaxpr.eqns[at] for at in step.recomputed]
-            given = [values[var] for var in step.reads]
+            given = [late.get(var, values[var]) for var in step.reads]
             first = [var for var in step.waits if waits or var not in backward.gradients]
             fenced, later = tied([values[var] for var in first], given)
             values.update(zip(first, fenced, strict=True))
@@ -158,6 +161,27 @@ def tied(first: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[A
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _late_parameters(backward: Backward, values: dict[Any, Any]) -> dict[Any, Any]:
+    """What is given and cast to recompute, by variable, once the largest gradient is there.
+
+    A cast makes little, and so waits for none of them: the compiler of GPUs at times puts what
+    needs least room first, and would cast all parameters before the forward pass.
+    """
+    readers: dict[Any, set[Any]] = {}
+    for step in backward.steps:
+        for eqn in (backward.closed.jaxpr.eqns[at] for at in step.recomputed):
+            for atom in filter(_jax.is_var, eqn.invars):
+                readers.setdefault(atom, set()).add(eqn.primitive)
+    casts = {primitives.convert_element_type_p}
+    own = [var for var in (*backward.consts, *backward.xs) if readers.get(var) == casts]
+    own = [var for var in own if len(var.aval.shape) > 1]
+    if platform() == "tpu" or not own or not backward.gradients:
+        return {}
+    first = max(backward.gradients, key=lambda var: nbytes(var.aval))
+    (values[first],), later = tied([values[first]], [values[var] for var in own])
+    return dict(zip(own, later, strict=True))
 
 
 def _computed_late(layer: Layer, tape: Iterable[Any]) -> list[Any]:

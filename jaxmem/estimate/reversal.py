@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, primitives
 
 from jaxmem import _jax
 from jaxmem.estimate.arrays import (
@@ -326,7 +326,13 @@ def _casts_read_both_ways(layer: Layer) -> set[int]:
         if follows and (is_cast or kind_of(eqn) == "view"):
             given.update(eqn.outvars)
             cast.update(layer.places[var] for var in eqn.outvars if is_cast)
-    read = read_by_kernels(jaxpr) & read_by_kernels(backward_of(layer).closed.jaxpr)
+    backward = backward_of(layer).closed.jaxpr
+    read_back = read_by_kernels(backward)
+    # The gradient of what a convolution reads is one with its kernel reversed, which XLA does not
+    # make: it has the library do that.
+    reversals = (eqn for eqn in backward.eqns if eqn.primitive is primitives.rev_p)
+    read_back.update(eqn.invars[0] for eqn in reversals if read_back.issuperset(eqn.outvars))
+    read = read_by_kernels(jaxpr) & read_back
     return cast.intersection(unnamed[layer.places[var]] for var in read if var in layer.places)
 
 

@@ -29,6 +29,8 @@ class Form:
       interleaved: whether what one layer recomputes waits, operation by operation, for the
         gradients that need it: a layer of many operations that is in no loop.
       waits: whether it waits for those of the layer's results as well.
+      casts_wait: whether casts of what is given wait for these, too, if no more than that is
+        recomputed; they have to be arrays, as a loss's need not be.
       own_arrays: whether the arrays that its gradients are written into are made only where the
         backward pass begins: another loop's may be of the same types (`jaxmem._jax.loops`).
     """
@@ -39,6 +41,7 @@ class Form:
     unroll: Any = 1
     interleaved: bool = False
     waits: bool = True
+    casts_wait: bool = False
     own_arrays: bool = False
 
     def index(self, step: Any) -> Any:

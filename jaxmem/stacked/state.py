@@ -130,7 +130,9 @@ def pull(
     ct_y = form.at(ct_ys, step)
     pullback = Layer.pullback
     if form.interleaved and (layer.recomputes or layer.has_loops):
-        pullback = functools.partial(interleaved_pullback, waits=form.waits)
+        pullback = functools.partial(
+            interleaved_pullback, waits=form.waits, casts_wait=form.casts_wait
+        )
     g_consts, ct_carry, g_x = pullback(layer, consts, form.at(xs, step), tape, state.carry, ct_y)
     return Cotangents(
         [total + g for total, g in zip(state.consts, g_consts, strict=True)],

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax
+from jax import lax
 from jax.extend.core import primitives
 
 from jaxmem import _jax
@@ -62,3 +64,21 @@ class Casts:
 
     def _behind_view(self, var: Any) -> Any:
         return self._views.get(var, var) if _jax.is_var(var) else var
+
+
+@jax.custom_jvp
+def read_behind(first: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+    """All of these; the values are not read before the first one is there.
+
+    Their gradients wait for nothing.
+    """
+    first, *later = lax.optimization_barrier([first, *values]) if values else [first]
+    return first, later
+
+
+def _with_own_tangents(primals: Any, tangents: Any) -> Any:
+    first, values = tangents
+    return read_behind(*primals), (first, list(values))
+
+
+read_behind.defjvp(_with_own_tangents, symbolic_zeros=True)

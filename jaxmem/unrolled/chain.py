@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
+from jaxmem.estimate.arrays import in_memory
 from jaxmem.estimate.reversal import tape_bytes
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.estimate.values import unnamed_places
@@ -36,6 +38,13 @@ _LOOKS = 200
 # So many operations are looked at together, of two stages or of all; of another number so many.
 _TOGETHER = 450
 _SEVERAL = 250
+
+# What is kept of all equal stages together differs by this part of what all stages have in memory,
+# or is not worth a look.
+_RESOLVED = 500
+# Parameters are cast in the order of the code where that is this part of what a plan needs: what is
+# computed in front of a stage and in it is not done in one kernel then.
+_MANY_CASTS = 8
 
 # ---------------------------------------------------------------- types
 
@@ -78,16 +87,22 @@ class Chain:
         stages: dict[tuple[int, int], Stage] = {}
         widths = self._widths()
         is_short = (0, len(self)) in widths
+        keys = {span: code.equal(self.cuts[span[0]], self.cuts[span[1]]) for span in widths}
+        equal = Counter(keys.values())
+        stored = in_memory(code.closed.jaxpr, self._compiler).difference(code.given)
+        apart = sum(map(code.bytes, stored)) / _RESOLVED
         for first, after in widths:
             span = self.cuts[first], self.cuts[after]
-            if (key := code.equal(*span)) not in known:
+            if (key := keys[first, after]) not in known:
                 # On TPUs, of which less is known, in a hurry, and with loops, where it was never
                 # worth its time, the menu has to do.  So it does for long code.
                 in_a_hurry = roofline.compiler.fuses_operands or not points or code.has_loops(*span)
                 several = after - first > 1 or len(self) == 1
                 thorough = is_short and several and not in_a_hurry
                 looks = _LOOKS if thorough else 0
-                known[key] = segment_of(code.layer(*span), roofline, offload, points, looks)
+                known[key] = segment_of(
+                    code.layer(*span), roofline, offload, points, looks, apart / equal[key]
+                )
                 self._begins[known[key]] = span[0]
             segment = self.segments[first, after] = known[key]
             # Of what passes the stage by, the gradient is there too while it is reversed.
@@ -175,7 +190,10 @@ class Chain:
         Args:
           waits: see `UnrolledPlan`.
         """
-        return UnrolledPlan(len(self.code), _joined([self._piece(step) for step in steps]), waits)
+        pieces = _joined([self._piece(step) for step in steps])
+        casts = sum(map(self.code.gradient_bytes, self.code.casts.only))
+        orders_casts = casts * _MANY_CASTS >= self._needed(tuple(steps))
+        return UnrolledPlan(len(self.code), pieces, waits, orders_casts)
 
     # ------------------------------------------------------------ implementation
 

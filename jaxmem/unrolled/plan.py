@@ -41,6 +41,9 @@ class UnrolledPlan:
       waits: whether what the last piece recomputes waits for the gradients of the results, too.
         The compiler of TPUs computes the gradient of a loss in the products that read it, unless
         something waits for it: then that is an array, of logits as large as all layers at times.
+      orders_casts: whether parameters are cast, but for TPUs, only when the piece that reads them
+        begins.  The compiler of GPUs at times puts what needs least room first, and so casts all
+        parameters before anything else is computed.
 
     >>> plan = UnrolledPlan(10, (Piece(0, 6, inner=(Piece(0, 3), Piece(3, 6))), Piece(6, 10)))
     >>> print(plan)
@@ -52,6 +55,7 @@ class UnrolledPlan:
     length: int
     pieces: tuple[Piece, ...]
     waits: bool = True
+    orders_casts: bool = False
 
     def __post_init__(self) -> None:
         _check(self.pieces, 0, self.length, "pieces")
@@ -59,7 +63,8 @@ class UnrolledPlan:
     def to_data(self) -> dict[str, Any]:
         """What JSON can hold."""
         data = {"length": self.length, "pieces": [_data(piece) for piece in self.pieces]}
-        return data if self.waits else {**data, "waits": False}
+        switches = {name: getattr(self, name) for name in _SWITCHES}
+        return {**data, **{k: on for k, on in switches.items() if on != _SWITCHES[k]}}
 
     @classmethod
     def from_data(cls, data: Any) -> "UnrolledPlan":
@@ -68,14 +73,15 @@ class UnrolledPlan:
         Raises:
           ValueError: it is none; says where.
         """
-        if not isinstance(data, dict) or data.keys() - {"waits"} != {"length", "pieces"}:
+        if not isinstance(data, dict) or data.keys() - _SWITCHES != {"length", "pieces"}:
             raise ValueError(f"expected an object with length and pieces, got {str(data)[:40]}")
         if not _is_whole(data["length"]):
             raise ValueError(f"bad plan: length: expected a number, got {str(data['length'])[:40]}")
-        waits = data.get("waits", True)
-        if not isinstance(waits, bool):
-            raise ValueError(f"bad plan: waits: expected true or false, got {str(waits)[:40]}")
-        return cls(data["length"], _pieces(data.get("pieces"), "pieces"), waits)
+        switches = {name: data[name] for name in _SWITCHES if name in data}
+        for name, on in switches.items():
+            if not isinstance(on, bool):
+                raise ValueError(f"bad plan: {name}: expected true or false, got {str(on)[:40]}")
+        return cls(data["length"], _pieces(data.get("pieces"), "pieces"), **switches)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -92,6 +98,9 @@ class UnrolledPlan:
 
 
 # ---------------------------------------------------------------- implementation
+
+# What a plan says of all its pieces, and what it says where nothing stands.
+_SWITCHES = {"waits": True, "orders_casts": False}
 
 
 def _check(pieces: tuple[Piece, ...], first: int, last: int, where: str) -> None:

@@ -17,6 +17,7 @@ from jaxmem.stacked import Form
 from jaxmem.stacked.stack import Stack
 from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Layer, nbytes
+from jaxmem.unrolled.casts import read_behind
 from jaxmem.unrolled.code import Code
 from jaxmem.unrolled.gradients import of_a_kind_together, with_gradients_together
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
@@ -27,28 +28,28 @@ def run(code: Code, plan: UnrolledPlan, args: Sequence[Any]) -> list[Any]:
     jaxpr = code.closed.jaxpr
     values = dict(zip(jaxpr.constvars, code.closed.consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
-    _run(code, plan.pieces, values, plan.waits)
+    _run(code, plan, plan.pieces, values)
     return [values[a] if _jax.is_var(a) else a.val for a in jaxpr.outvars]
 
 
-def _run(code: Code, pieces: Sequence[Piece], values: dict[Any, Any], waits: bool) -> None:
-    """Evaluate pieces; `values` holds what they read, and then what they make.
-
-    Args:
-      waits: see `UnrolledPlan`.
-    """
+def _run(code: Code, plan: UnrolledPlan, pieces: Sequence[Piece], values: dict[Any, Any]) -> None:
+    """Evaluate pieces of a plan; `values` holds what they read, and then what they make."""
     readers = Counter(var for piece in pieces for var in code.reads(piece.first, piece.last))
     shared = {var for var, count in readers.items() if count > 1}
     passing = shared - _inputs(code)
+    before: Collection[Any] = values.keys() - _inputs(code)
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
-        behind = waits or piece.last < len(code)
+        behind = plan.waits or piece.last < len(code)
         sums = behind and not piece.is_kept_whole
         given = _together(code, reads, shared, values, sums, _ends_as_it_stands(code, piece))
         # Later pieces read what has been through this one's barrier, so that their gradients are
         # added to its own there, and not all at once behind the last of them.
         values.update((var, made) for var, made in zip(reads, given, strict=True) if var in passing)
-        values.update(zip(gives, _function(code, piece, behind)(*given), strict=True))
+        if plan.orders_casts:
+            given = _cast_behind(code, dict(zip(reads, given, strict=True)), before)
+        values.update(zip(gives, _function(code, plan, piece, behind)(*given), strict=True))
+        before = gives
 
 
 # Parameters no larger than this part of what a piece reads have gradients that are sums over it.
@@ -112,19 +113,39 @@ def _together(
     return list(given.values())
 
 
+def _cast_behind(code: Code, given: dict[Any, Any], before: Collection[Any]) -> list[Any]:
+    """What a piece reads; parameters that are cast are only read when the one before it is done.
+
+    Args:
+      before: what that gives.
+    """
+    carries = [var for var in given if var in before and _jax.has_tangent(var.aval)]
+    if carries and platform() != "tpu":
+        first, kind = given[carries[0]], _jax.varying(given[carries[0]])
+        cast = [var for var in given if var in code.casts.only]
+        cast = [var for var in cast if _jax.varying(given[var]) == kind]
+        given[carries[0]], later = read_behind(first, [given[var] for var in cast])
+        given.update(zip(cast, later, strict=True))
+    return list(given.values())
+
+
 def _inputs(code: Code) -> set[Any]:
     """What the function is given, and its constants."""
     return {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
 
 
-def _function(code: Code, piece: Piece, waits: bool) -> Any:
-    """A piece as a function from what it reads to what it gives."""
+def _function(code: Code, plan: UnrolledPlan, piece: Piece, waits: bool) -> Any:
+    """A piece of a plan as a function from what it reads to what it gives.
+
+    Args:
+      waits: see `UnrolledPlan`.
+    """
     if piece.inner:
 
         def again(*given: Any) -> list[Any]:
             reads, gives = (at(piece.first, piece.last) for at in (code.reads, code.gives))
             values = dict(zip(reads, _jax.same_keys(given), strict=True))
-            _run(code, piece.inner, values, waits)
+            _run(code, dataclasses.replace(plan, waits=waits), piece.inner, values)
             return _jax.same_keys([values[var] for var in gives])
 
         return _by_plan(jax.checkpoint(again))
@@ -135,7 +156,9 @@ def _function(code: Code, piece: Piece, waits: bool) -> Any:
 
     if piece.keep is None and not code.has_loops(piece.first, piece.last):
         return as_it_stands
-    return _kept(code, piece, waits)
+    # The gradients of the last results are another's, who may not have them as arrays.
+    casts_wait = plan.orders_casts and piece.last < len(code)
+    return _kept(code, piece, waits, casts_wait)
 
 
 def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -146,15 +169,19 @@ def _by_plan(again: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return run
 
 
-def _kept(code: Code, piece: Piece, waits: bool) -> Callable[..., list[Any]]:
-    """A piece of which single values are kept, or all, as a loop in it is jaxmem's to reverse."""
+def _kept(code: Code, piece: Piece, waits: bool, casts_wait: bool) -> Callable[..., list[Any]]:
+    """A piece of which single values are kept, or all, as a loop in it is jaxmem's to reverse.
+
+    Args:
+      waits, casts_wait: see `jaxmem.stacked.Form`.
+    """
     body, first = code.body(piece.first, piece.last)
     shift = first - piece.first
     keep = None if piece.keep is None else tuple(place + shift for place in piece.keep)
     offload = tuple(place + shift for place in piece.offload)
 
     def run(*given: Any) -> list[Any]:
-        form = Form(body, 1, interleaved=True, waits=waits)
+        form = Form(body, 1, interleaved=True, waits=waits, casts_wait=casts_wait)
         stack = KeptSegment(form, Names(), keep=keep, offload=offload, known=code.known_layers)
         numbers = code.numbers(piece.first, piece.last).values()
         return [out[0] for out in _jax.bind_stack(stack, [*given, *numbers])]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from jaxmem import _jax
@@ -65,13 +66,20 @@ class Segment:
 
 
 def segment_of(
-    layer: Layer, roofline: Roofline, offload: bool, points: int, looks: int = 0
+    layer: Layer,
+    roofline: Roofline,
+    offload: bool,
+    points: int,
+    looks: int = 0,
+    apart: float = 0.0,
 ) -> Segment:
     """The ways to keep what the backward pass of a segment needs, with what each takes.
 
     Args:
       points: how many are looked for between the corners of their convex hull.
       looks: how many more, by what is live at the peak.
+      apart: by how many bytes those differ that are worth a look: what is live at the peak of each
+        takes far longer to say than what it keeps.
     """
     graph = graph_of(layer, roofline, offload, in_loop=False)
     names = {
@@ -88,7 +96,7 @@ def segment_of(
     )
     graph = dataclasses.replace(graph, keepable=graph.keepable & names, bytes=sizes)
     as_it_stands = without_checkpoint(layer, graph, 1, roofline.compiler)
-    found = list(menu(graph, points=points))
+    found = _apart(menu(graph, points=points), apart)
     if roofline.flops_only:
         # Where elementwise work is free, what keeps more of it and so needs less room while it is
         # reversed does not stand out: those choices are found by their time.
@@ -96,7 +104,7 @@ def segment_of(
             layer, dataclasses.replace(roofline, flops_only=False), offload, in_loop=False
         )
         timed = dataclasses.replace(timed, keepable=graph.keepable, bytes=sizes)
-        found += at_other_prices(graph, found, timed, points)
+        found += _apart(at_other_prices(graph, found, timed, points), apart)
     compiler = roofline.compiler
 
     @functools.cache
@@ -139,6 +147,17 @@ def segment_of(
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _apart(keeps: Sequence[Keep], bytes: float) -> list[Keep]:
+    """Of those that keep about as much, the fastest; and the one that keeps least."""
+    if not (keeps and bytes):
+        return list(keeps)
+    found: dict[int, Keep] = {}
+    for keep in sorted(keeps, key=lambda keep: keep.seconds):
+        found.setdefault(int(keep.bytes / bytes), keep)
+    least = min(keeps, key=lambda keep: (keep.bytes, keep.seconds))
+    return [keep for keep in keeps if keep is least or keep in found.values()]
 
 
 def _result_seconds(graph: Graph, keep: Keep) -> float:

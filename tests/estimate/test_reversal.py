@@ -72,6 +72,19 @@ def test_masks_are_made_where_they_are_read() -> None:
     assert found["conv_general_dilated"] == "float32[64,64,64,32]"
 
 
+def test_casts_of_kernels_are_there_for_both_passes() -> None:
+    """The gradient of the images is a convolution with the kernel reversed, by the library."""
+
+    def net(kernels: list[jax.Array], h: jax.Array) -> jax.Array:
+        for kernel in kernels:
+            h = jnp.tanh(conv(h, kernel.astype(h.dtype)))
+        return h
+
+    images = Spec(IMAGES.shape, "bfloat16")
+    found = kept(net, [KERNEL, KERNEL], images, compiler=GPU)
+    assert found["convert_element_type"] == "bfloat16[3,3,32,32]"
+
+
 def test_what_has_no_result_changes_nothing() -> None:
     def net(kernel: jax.Array, h: jax.Array, show: bool) -> jax.Array:
         h = jnp.tanh(conv(h, kernel))

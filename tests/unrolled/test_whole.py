@@ -123,8 +123,8 @@ def test_plans_by_layer_are_asked_for_though_others_are_predicted_to_need_less()
     place = found.in_full().front.index(least)
     [region] = found.in_full().plan(place).regions
     assert isinstance(region.plan, UnrolledPlan)
-    # All of them recomputed whole is among these, as it keeps the least.
-    assert all(piece.inner for piece in region.plan.pieces)
+    # All of them recomputed whole, from what they read, is among these, as it keeps the least.
+    assert all(piece.inner or piece.keep == () for piece in region.plan.pieces)
     assert {one.kind for one in found.by_layer} == {"by layer"}
     assert {one.kind for one in found.in_full().front} == {"", "by layer"}
 
