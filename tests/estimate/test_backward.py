@@ -309,7 +309,7 @@ def test_what_waits_is_not_live_early(monkeypatch: pytest.MonkeyPatch) -> None:
         return jaxmem.memory_report(jax.grad(loss), *spec, target="h100-80g").temp_bytes
 
     interleaved = needed()
-    monkeypatch.setattr(state, "interleaved_pullback", lambda *given, waits: Layer.pullback(*given))
+    monkeypatch.setattr(state, "interleaved_pullback", lambda *given, **_: Layer.pullback(*given))
     at_once = needed()
     array = rows * width * 4
     assert interleaved < at_once - 4 * array
