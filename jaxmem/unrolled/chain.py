@@ -42,8 +42,8 @@ _SEVERAL = 250
 # What is kept of all equal stages together differs by this part of what all stages have in memory,
 # or is not worth a look.
 _RESOLVED = 500
-# Parameters are cast in the order of the code where that is this part of what a plan needs: what is
-# computed in front of a stage and in it is not done in one kernel then.
+# Parameters are cast in the order of the code if their casts are one part in so many of what a plan
+# needs, or more: what is computed in front of a stage and in it is not done in one kernel then.
 _MANY_CASTS = 8
 
 # ---------------------------------------------------------------- types

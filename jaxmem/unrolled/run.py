@@ -145,7 +145,7 @@ def _function(code: Code, plan: UnrolledPlan, piece: Piece, waits: bool) -> Any:
         def again(*given: Any) -> list[Any]:
             reads, gives = (at(piece.first, piece.last) for at in (code.reads, code.gives))
             values = dict(zip(reads, _jax.same_keys(given), strict=True))
-            _run(code, dataclasses.replace(plan, waits=waits), piece.inner, values)
+            _run(code, plan, piece.inner, values)
             return _jax.same_keys([values[var] for var in gives])
 
         return _by_plan(jax.checkpoint(again))
