@@ -5,7 +5,7 @@ inside of what reads them.  Where matrix products compute their operands themsel
 only they read is not in memory either.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any]
     found = {*jaxpr.invars, *jaxpr.constvars, *taken}
     if compiler.gathers_stored:
         found |= read_by_gathers(jaxpr)
+    found |= reduced_in_few_blocks(jaxpr, compiler.processors)
     for eqn in jaxpr.eqns:
         kind = kind_in(eqn)
         if kind in ("kernel", "reduction"):
@@ -49,6 +50,41 @@ def read_by_kernels(jaxpr: Any) -> set[Any]:
             for atom in filter(_jax.is_var, eqn.invars):
                 found.update(behind_views(atom, views))
     return found
+
+
+def reduced_in_few_blocks(jaxpr: Any, processors: int) -> set[Any]:
+    """What columns are reduced from, and is more than a cast, where that is done in few blocks.
+
+    A GPU's block reduces `_COLUMNS` columns.  Where rows are more than `_ROWS`, XLA has several
+    blocks reduce parts of them.
+    """
+    found: set[Any] = set()
+    if not processors:
+        return found
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        if kind_in(eqn) != "reduction" or not eqn.outvars[0].aval.shape:
+            continue
+        (given,), (made,) = eqn.invars[:1], eqn.outvars[:1]
+        rows = given.aval.size // max(made.aval.size, 1)
+        last = len(given.aval.shape) - 1
+        if last in eqn.params.get("axes", (last,)) or not 1 < rows <= _ROWS:
+            continue
+        columns = given.aval.shape[last]
+        blocks = made.aval.size // columns * -(-columns // _COLUMNS)
+        if blocks < processors and _is_computed(given, makers):
+            found.add(given)
+    return found
+
+
+def _is_computed(var: Any, makers: Mapping[Any, Any]) -> bool:
+    """Whether a value is made by elementwise operations of which one has several operands."""
+    while (eqn := makers.get(var)) is not None and kind_in(eqn) in ("fused", "view"):
+        atoms = {atom for atom in eqn.invars if _jax.is_var(atom) and atom.aval.shape}
+        if len(atoms) != 1:
+            return len(atoms) > 1
+        (var,) = atoms
+    return False
 
 
 def read_by_gathers(jaxpr: Any) -> set[Any]:
@@ -227,6 +263,9 @@ def behind_views(atom: Any, views: dict[Any, Any]) -> list[Any]:
 
 
 # ---------------------------------------------------------------- implementation
+
+# What a block of XLA's reduces at once, of columns, and of rows without splitting the reduction.
+_COLUMNS, _ROWS = 32, 4096
 
 
 def _is_spread(eqn: Any) -> bool:

@@ -46,6 +46,9 @@ class Compiler:
         written over.
       stack_traffic: how many times as many bytes as a loop keeps of each turn are read and written
         for that; 0 where it is not known.
+      processors: how many blocks run at once.  What columns are reduced from is in memory where
+        fewer blocks than that reduce them, which would take long to compute it; 0 for it never is.
+        See `jaxmem.estimate.arrays.reduced_in_few_blocks`.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which
         does not write over that array.
     """
@@ -71,6 +74,7 @@ class Compiler:
     holds_casts: bool = False
     frees_early: bool = False
     stack_traffic: int = 0
+    processors: int = 0
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
@@ -86,6 +90,7 @@ GPU = Compiler(
     holds_casts=True,
     frees_early=True,
     stack_traffic=3,  # filled with zeros, written, and copied on the way there or back
+    processors=132,  # of an H100
 )
 TPU = Compiler(
     counts_operations=True,

@@ -22,6 +22,7 @@ from jaxmem.estimate.arrays import (
     kind_in,
     read_rounded,
     read_turned,
+    reduced_in_few_blocks,
     reduces_rows,
     union,
 )
@@ -193,6 +194,7 @@ class _Lives:
         self._rounded = rounded
         self._cut_out = cut_out
         self._stored = {*filter(_jax.is_var, jaxpr.outvars), *stored}
+        self._columns = reduced_in_few_blocks(jaxpr, compiler.processors)
         self._length = len(jaxpr.eqns)
         # Which arrays in memory have to be live for a value to be read.
         self._behind: dict[Any, frozenset[Any]] = {}
@@ -314,7 +316,7 @@ class _Lives:
 
     def peak(self) -> tuple[int, frozenset[Any]]:
         """The most bytes live at once, and what of that is held from the start."""
-        shared = self._merge()
+        shared = self._merge() | self._merge_columns()
         changes = [0] * (self._length + 2)
         for var, at in self._made.items():
             changes[at] += self.bytes(var)
@@ -382,6 +384,18 @@ class _Lives:
                         shared |= both
                     for var in earlier:
                         self._last[var] = max(self._last[var], at)
+        return shared
+
+    def _merge_columns(self) -> set[Any]:
+        """Have what reductions read of the same arrays made in one kernel; those arrays."""
+        shared: set[Any] = set()
+        found = ((at, behind, *made[:1]) for at, behind, made, _ in self._over)
+        made = [one for one in found if one[2] in self._columns]
+        for later, (at, behind, _) in enumerate(made):
+            for _, others, earlier in made[:later]:
+                if both := behind & others:
+                    shared |= both
+                    self._last[earlier] = max(self._last[earlier], at)
         return shared
 
     def _done_with(self, at: int, made: Sequence[Any]) -> set[Any]:

@@ -29,6 +29,7 @@ from jaxmem.solve.pareto import cost, cost_of_part, pareto_optimal
 from jaxmem.solve.stages import extra_seconds, kept_in
 from jaxmem.trace.layer import Layer, nbytes
 from jaxmem.unrolled.code import Code
+from jaxmem.unrolled.gradients import TERMS
 from jaxmem.unrolled.plan import Piece, UnrolledPlan
 from jaxmem.unrolled.segment import Segment, segment_of
 from jaxmem.unrolled.whole import whole_layers
@@ -108,6 +109,7 @@ class Chain:
             # Of what passes the stage by, the gradient is there too while it is reversed.
             given = code.live_bytes(self.cuts[after])
             passing = given - segment.stage.carry_bytes + self._tied_bytes(first, after)
+            passing += self._added_bytes(*span)
             stages[first, after] = dataclasses.replace(
                 segment.stage,
                 carry_bytes=given,
@@ -217,6 +219,16 @@ class Chain:
         """Of the gradients of parameters that stages behind these read, and those in front too."""
         return sum(size for low, high, size in self._tied if low < after <= high)
 
+    def _added_bytes(self, first: int, last: int) -> int:
+        """Of gradients of matrices that operations first..last-1 read, terms to be added to others.
+
+        One is counted with its sum as it is added.
+        """
+        times = self.code.times_read(first, last).items()
+        return sum(
+            max(min(count, TERMS) - 2, 0) * self.code.gradient_bytes(var) for var, count in times
+        )
+
     def _widths(self) -> list[tuple[int, int]]:
         """First and after of each stage; of two, four, eight ... as one, and of all.
 
@@ -301,12 +313,21 @@ class Chain:
         self._add_more(steps, frozenset(), more)
         self._add_waiting(steps, more)
         needed = peak_bytes(steps, self._single, self._carried, self._merged, more)
-        stage = self._merged.get((0, len(self))) if len(self) > 1 else self._single[0]
-        if stage and all(isinstance(step, Kept) and step.option == 0 for step in steps):
-            # Run as one piece: no barrier cuts the parts of a gradient out of the whole.
-            whole = stage.options[0]
-            needed = max(needed, whole.tape_bytes + whole.work_bytes + stage.gradient_bytes)
+        if all(isinstance(step, Kept) and step.option == 0 for step in steps):
+            needed = max(needed, self._needed_in_one_piece())
         return needed
+
+    def _needed_in_one_piece(self) -> int:
+        """At least so much if all is kept: no barrier parts the backward pass.
+
+        Neither are parts of a gradient cut out of the whole, nor are those that a matrix's is a sum
+        of added up before the last is there.
+        """
+        stage = self._merged.get((0, len(self))) if len(self) > 1 else self._single[0]
+        whole = stage.options[0].tape_bytes + stage.options[0].work_bytes if stage else 0
+        times = self.code.times_read(0, len(self.code)).items()
+        terms = [count * self.code.gradient_bytes(var) for var, count in times]
+        return max(whole + stage.gradient_bytes if stage else 0, max(terms, default=0))
 
     def _add_more(self, steps: Steps, held: frozenset[Any], more: dict[Kept, int]) -> None:
         """While a stage is reversed, those of its inputs stay that others before it hold."""

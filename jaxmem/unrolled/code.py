@@ -29,7 +29,7 @@ from jaxmem.parallel.partition import Partition
 from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Body, Layer, NoReverseMode, Wrt, cheap_values, nbytes
 from jaxmem.unrolled.casts import Casts
-from jaxmem.unrolled.gradients import of_a_kind_together, with_gradients_together
+from jaxmem.unrolled.gradients import InParts, of_a_kind_together, with_gradients_together
 from jaxmem.unrolled.runs import Run, find_runs
 
 # ---------------------------------------------------------------- API
@@ -243,19 +243,42 @@ class Code:
             for begin, end in itertools.pairwise(run.places)
         )
 
+    @functools.cached_property
+    def summed(self) -> frozenset[Any]:
+        """The matrices given whose gradients are sums of more than two terms, each of all of it.
+
+        Of slices of a stack each has its part, and no room is taken up by what is zero.
+        """
+        own = {var for var in self._inputs if len(var.aval.shape) > 1 and self._readers[var] > 2}
+        sliced = (eqn.invars for eqn in self.eqns if eqn.primitive.name in _SLICES)
+        own.difference_update(filter(_jax.is_var, itertools.chain.from_iterable(sliced)))
+        return frozenset(filter(lambda var: _jax.has_tangent(var.aval), own))
+
+    def times_read(self, first: int, last: int) -> dict[Any, int]:
+        """By how many of operations first..last-1 each of the `summed` is read that any reads."""
+        reads = (set(filter(_jax.is_var, eqn.invars)) for eqn in self.eqns[first:last])
+        return Counter(var for read in reads for var in read & self.summed) if self.summed else {}
+
     def run(
-        self, first: int, last: int, values: Sequence[Any], together: bool = False
+        self,
+        first: int,
+        last: int,
+        values: Sequence[Any],
+        together: bool = False,
+        sums: bool = False,
     ) -> list[Any]:
         """Evaluate a segment from what it `reads` to what it `gives`.
 
         Args:
           together: whether the gradients of matrices that it casts are made in one go with those of
             what others made for it.
+          sums: whether what a matrix's gradient is a sum of is added up as it is made.
         """
         given = dict(zip(self.reads(first, last), values, strict=True))
         if together:
             given |= self._with_casts(first, last, given)
-        return self._run(self.closed, first, last, given)
+        added = InParts(self.summed) if sums and self.summed else None
+        return self._run(self.closed, first, last, given, added)
 
     def traced(self, first: int, last: int, reads: Sequence[Any]) -> ClosedJaxpr:
         """A segment as a jaxpr, from what it `reads` in this order to what it `gives`.
@@ -343,21 +366,32 @@ class Code:
         fenced = of_a_kind_together([given[var] for var in made], (), found)
         return dict(zip([*made, *casts], fenced, strict=True))
 
-    def _run(self, closed: ClosedJaxpr, first: int, last: int, given: Mapping[Any, Any]) -> list:
+    def _run(
+        self,
+        closed: ClosedJaxpr,
+        first: int,
+        last: int,
+        given: Mapping[Any, Any],
+        added: InParts | None = None,
+    ) -> list[Any]:
         # What is given is there, be it made in the segment.
         places = (at for at in range(first, last) if not given.keys() & self.eqns[at].outvars)
         return _jax.evaluate(
             closed,
             [None] * len(closed.jaxpr.invars),
-            special=self._reversed_otherwise,
+            special=functools.partial(self._reversed_otherwise, added),
             only=frozenset(places),
             given=given,
             outs=self.gives(first, last),
             each=self._with_own_gradient,
         )
 
-    def _reversed_otherwise(self, eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
+    def _reversed_otherwise(
+        self, added: InParts | None, eqn: Any, operands: list[Any]
+    ) -> list[Any] | None:
         """What an operation makes, if it is reversed with less memory than by jax's own rule."""
+        if added is not None:
+            operands[:] = added(eqn, operands)
         if (found := reversed_by_places(eqn, operands)) is not None:
             return found
         is_late = platform() != "tpu" and self._has_own_gradient(eqn.invars)
@@ -447,6 +481,8 @@ class Code:
 
 # A run is cut into no more segments than this.
 _LONG = 64
+# What reads a part of what it is given.
+_SLICES = ("slice", "dynamic_slice", "split")
 
 
 def _named(place: int, outs: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,7 @@
-"""Values whose gradients are made in one go, and in a layout of their own."""
+"""Values whose gradients are made in one go, in a layout of their own, or added up early."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,47 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmem import _jax
+
+# So many products of a matrix's gradient are there at once, before they are added up.
+TERMS = 4
+
+
+class InParts:
+    """Operands of operations, so that the gradients of some are added up a few at a time.
+
+    Compilers add all that a gradient is a sum of in one kernel otherwise, behind the last of it: of
+    a matrix that each step of a recurrence reads there are as many as steps.  Adding each to the
+    sum would move up to twice the bytes.
+
+    Args:
+      matrices: whose gradients these are.
+    """
+
+    def __init__(self, matrices: Collection[Any]) -> None:
+        self._matrices = frozenset(matrices)
+        self._now: dict[Any, Any] = {}
+        self._reads: Counter[Any] = Counter()
+
+    def __call__(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        """The operands of the next operation."""
+        found = list(operands)
+        for at, atom in enumerate(eqn.invars):
+            if not _jax.is_var(atom) or atom not in self._matrices:
+                continue
+            found[at] = self._now.setdefault(atom, operands[at])
+            self._reads[atom] += 1
+            if self._reads[atom] % TERMS == 0:
+                # With the gradients that are pulled on from here, so that these wait for the sum.
+                others = [
+                    k
+                    for k, other in enumerate(eqn.invars)
+                    if _jax.is_var(other) and other is not atom and _jax.has_tangent(other.aval)
+                ]
+                fenced = of_a_kind_together([found[k] for k in others], [], [found[at]])
+                for k, value in zip([*others, at], fenced, strict=True):
+                    found[k] = value
+                self._now[atom] = found[at]
+        return found
 
 
 def of_a_kind_together(

@@ -32,11 +32,22 @@ def run(code: Code, plan: UnrolledPlan, args: Sequence[Any]) -> list[Any]:
     return [values[a] if _jax.is_var(a) else a.val for a in jaxpr.outvars]
 
 
-def _run(code: Code, plan: UnrolledPlan, pieces: Sequence[Piece], values: dict[Any, Any]) -> None:
-    """Evaluate pieces of a plan; `values` holds what they read, and then what they make."""
+def _run(
+    code: Code,
+    plan: UnrolledPlan,
+    pieces: Sequence[Piece],
+    values: dict[Any, Any],
+    through: Sequence[Any] = (),
+) -> None:
+    """Evaluate pieces of a plan; `values` holds what they read, and then what they make.
+
+    Args:
+      through: what is read behind them, too.
+    """
     readers = Counter(var for piece in pieces for var in code.reads(piece.first, piece.last))
+    readers.update(through)
     shared = {var for var, count in readers.items() if count > 1}
-    passing = shared - _inputs(code)
+    passing = shared - (_inputs(code) - code.summed)
     before: Collection[Any] = values.keys() - _inputs(code)
     for piece in pieces:
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
@@ -48,7 +59,11 @@ def _run(code: Code, plan: UnrolledPlan, pieces: Sequence[Piece], values: dict[A
         values.update((var, made) for var, made in zip(reads, given, strict=True) if var in passing)
         if plan.orders_casts:
             given = _cast_behind(code, dict(zip(reads, given, strict=True)), before)
-        values.update(zip(gives, _function(code, plan, piece, behind)(*given), strict=True))
+        # So they do what has been through the pieces in it: at each level their gradients would
+        # else be held till all of these are reversed.
+        through = [var for var in reads if var in passing] if piece.inner else []
+        made = _function(code, plan, piece, through, behind)(*given)
+        values.update(zip([*gives, *through], made, strict=True))
         before = gives
 
 
@@ -85,7 +100,8 @@ def _together(
     it where it adds theirs to it, and hold all that it is made of till then.  So is, for GPUs, that
     of a matrix: the compiler would else make it in a layout in which the optimizer does not update
     the matrix in its place, and copy that, or all of its state; but where it is made by itself in
-    the dtype that the matrix was cast to.
+    the dtype that the matrix was cast to.  If it is a sum of several terms, it is among those that
+    are made in one go: compilers would else add them up behind the last of them.
 
     Args:
       sums: whether gradients of small parameters (biases, scales of norms) are made in the same go.
@@ -100,7 +116,8 @@ def _together(
     own = [var for var in reached if var in inputs and var not in shared]
     most = max((nbytes(var.aval) for var in made), default=0)
     small = [var for var in own if sums and nbytes(var.aval) * _SUMS <= most]
-    alone = [var for var in reached if var in inputs and var in shared]
+    summed = [var for var in reached if var in shared and var in code.summed]
+    alone = [var for var in reached if var in inputs and var in shared and var not in summed]
     if platform() != "tpu":
         alone += [var for var in own if var not in small and len(var.aval.shape) > 1]
         alone = [var for var in alone if var not in code.casts.only]
@@ -108,6 +125,7 @@ def _together(
     for var in alone:
         if var not in whole:
             (given[var],) = with_gradients_together([given[var]])
+    whole += summed
     several = [[given[var] for var in group] for group in (made, small, whole)]
     given.update(zip([*made, *small, *whole], of_a_kind_together(*several), strict=True))
     return list(given.values())
@@ -134,10 +152,13 @@ def _inputs(code: Code) -> set[Any]:
     return {*code.closed.jaxpr.invars, *code.closed.jaxpr.constvars}
 
 
-def _function(code: Code, plan: UnrolledPlan, piece: Piece, waits: bool) -> Any:
+def _function(
+    code: Code, plan: UnrolledPlan, piece: Piece, through: Sequence[Any], waits: bool
+) -> Any:
     """A piece of a plan as a function from what it reads to what it gives.
 
     Args:
+      through: what of that it gives, too, as its pieces read it.
       waits: see `UnrolledPlan`.
     """
     if piece.inner:
@@ -145,14 +166,15 @@ def _function(code: Code, plan: UnrolledPlan, piece: Piece, waits: bool) -> Any:
         def again(*given: Any) -> list[Any]:
             reads, gives = (at(piece.first, piece.last) for at in (code.reads, code.gives))
             values = dict(zip(reads, _jax.same_keys(given), strict=True))
-            _run(code, plan, piece.inner, values)
-            return _jax.same_keys([values[var] for var in gives])
+            _run(code, plan, piece.inner, values, through)
+            return _jax.same_keys([values[var] for var in (*gives, *through)])
 
         return _by_plan(jax.checkpoint(again))
 
     def as_it_stands(*given: Any) -> list[Any]:
         together = _ends_as_it_stands(code, piece)
-        return code.run(piece.first, piece.last, given, together)
+        sums = piece.last - piece.first < len(code)
+        return code.run(piece.first, piece.last, given, together, sums)
 
     if piece.keep is None and not code.has_loops(piece.first, piece.last):
         return as_it_stands
