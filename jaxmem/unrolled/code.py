@@ -29,7 +29,7 @@ from jaxmem.parallel.partition import Partition
 from jaxmem.trace.context import platform
 from jaxmem.trace.layer import Body, Layer, NoReverseMode, Wrt, cheap_values, nbytes
 from jaxmem.unrolled.casts import Casts
-from jaxmem.unrolled.gradients import InParts, of_a_kind_together, with_gradients_together
+from jaxmem.unrolled.gradients import TERMS, InParts, of_a_kind_together, with_gradients_together
 from jaxmem.unrolled.runs import Run, find_runs
 
 # ---------------------------------------------------------------- API
@@ -245,11 +245,12 @@ class Code:
 
     @functools.cached_property
     def summed(self) -> frozenset[Any]:
-        """The matrices given whose gradients are sums of more than two terms, each of all of it.
+        """The matrices given whose gradients are sums of more than `TERMS`, each of all of it.
 
         Of slices of a stack each has its part, and no room is taken up by what is zero.
         """
-        own = {var for var in self._inputs if len(var.aval.shape) > 1 and self._readers[var] > 2}
+        own = {var for var in self._inputs if len(var.aval.shape) > 1}
+        own = {var for var in own if self._readers[var] > TERMS}
         sliced = (eqn.invars for eqn in self.eqns if eqn.primitive.name in _SLICES)
         own.difference_update(filter(_jax.is_var, itertools.chain.from_iterable(sliced)))
         return frozenset(filter(lambda var: _jax.has_tangent(var.aval), own))

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmem import _jax
 
-# So many products of a matrix's gradient are there at once, before they are added up.
+# So many terms of a matrix's gradient may be there at once; where it has more they are added up.
 TERMS = 4
 
 

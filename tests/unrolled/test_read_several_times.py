@@ -11,6 +11,7 @@ from helpers.budgeted import plans, problem, question
 
 import jaxmem
 from jaxmem.unrolled.code import Code
+from jaxmem.unrolled.gradients import TERMS
 
 
 def recurrence(params: Any, xs: jax.Array) -> jax.Array:
@@ -51,7 +52,7 @@ def test_gradients_are_those_of_the_code() -> None:
 
 def test_only_matrices_that_are_differentiated_count() -> None:
     def code(w: jax.Array, b: jax.Array, table: jax.Array, x: jax.Array) -> jax.Array:
-        for _ in range(3):
+        for _ in range(TERMS + 1):
             x = (x @ w + b) * table.astype(x.dtype)
         return x
 
@@ -60,7 +61,7 @@ def test_only_matrices_that_are_differentiated_count() -> None:
     code_ = Code(jax.make_jaxpr(code)(*floats, table, x))
     w, *_ = code_.closed.jaxpr.invars
     assert code_.summed == {w}
-    assert code_.times_read(0, len(code_)) == {w: 3}
+    assert code_.times_read(0, len(code_)) == {w: TERMS + 1}
 
 
 @pytest.mark.slow
