@@ -75,7 +75,7 @@ def evaluate(
       closed: the jaxpr.
       args: its flat arguments; None where no equation in `only` needs one.
       special: called with each equation and its operands; returns the results,
-        or None for the equation to be evaluated as it stands.
+        or None for the equation to be evaluated as it stands, on the operands that it leaves.
       only: indices of the equations to evaluate; None for all.
       given: variables whose values are known already.
       outs: the atoms to return; None for the jaxpr's own results.

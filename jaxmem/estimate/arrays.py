@@ -58,33 +58,12 @@ def reduced_in_few_blocks(jaxpr: Any, processors: int) -> set[Any]:
     A GPU's block reduces `_COLUMNS` columns.  Where rows are more than `_ROWS`, XLA has several
     blocks reduce parts of them.
     """
-    found: set[Any] = set()
-    if not processors:
-        return found
+    several = (eqn for eqn in jaxpr.eqns if processors and kind_in(eqn) == "reduction")
+    reductions = [eqn for eqn in several if _blocks_of_columns(eqn) in range(1, processors)]
+    if not reductions:
+        return set()
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    for eqn in jaxpr.eqns:
-        if kind_in(eqn) != "reduction" or not eqn.outvars[0].aval.shape:
-            continue
-        (given,), (made,) = eqn.invars[:1], eqn.outvars[:1]
-        rows = given.aval.size // max(made.aval.size, 1)
-        last = len(given.aval.shape) - 1
-        if last in eqn.params.get("axes", (last,)) or not 1 < rows <= _ROWS:
-            continue
-        columns = given.aval.shape[last]
-        blocks = made.aval.size // columns * -(-columns // _COLUMNS)
-        if blocks < processors and _is_computed(given, makers):
-            found.add(given)
-    return found
-
-
-def _is_computed(var: Any, makers: Mapping[Any, Any]) -> bool:
-    """Whether a value is made by elementwise operations of which one has several operands."""
-    while (eqn := makers.get(var)) is not None and kind_in(eqn) in ("fused", "view"):
-        atoms = {atom for atom in eqn.invars if _jax.is_var(atom) and atom.aval.shape}
-        if len(atoms) != 1:
-            return len(atoms) > 1
-        (var,) = atoms
-    return False
+    return {eqn.invars[0] for eqn in reductions if _is_computed(eqn.invars[0], makers)}
 
 
 def read_by_gathers(jaxpr: Any) -> set[Any]:
@@ -266,6 +245,27 @@ def behind_views(atom: Any, views: dict[Any, Any]) -> list[Any]:
 
 # What a block of XLA's reduces at once, of columns, and of rows without splitting the reduction.
 _COLUMNS, _ROWS = 32, 4096
+
+
+def _blocks_of_columns(eqn: Any) -> int:
+    """How many blocks reduce columns, each all rows of its own; 0 where it is done otherwise."""
+    given, made = eqn.invars[0].aval, eqn.outvars[0].aval
+    last = len(given.shape) - 1
+    if not made.size or last in eqn.params.get("axes", (last,)):
+        return 0
+    columns = given.shape[last]
+    in_one_go = made.shape and 1 < given.size // made.size <= _ROWS
+    return made.size // columns * -(-columns // _COLUMNS) if in_one_go else 0
+
+
+def _is_computed(var: Any, makers: Mapping[Any, Any]) -> bool:
+    """Whether a value is made by elementwise operations of which one has several operands."""
+    while (eqn := makers.get(var)) is not None and kind_in(eqn) in ("fused", "view"):
+        atoms = {atom for atom in eqn.invars if _jax.is_var(atom) and atom.aval.shape}
+        if len(atoms) != 1:
+            return len(atoms) > 1
+        (var,) = atoms
+    return False
 
 
 def _is_spread(eqn: Any) -> bool:

@@ -389,8 +389,8 @@ class _Lives:
     def _merge_columns(self) -> set[Any]:
         """Have what reductions read of the same arrays made in one kernel; those arrays."""
         shared: set[Any] = set()
-        found = ((at, behind, *made[:1]) for at, behind, made, _ in self._over)
-        made = [one for one in found if one[2] in self._columns]
+        made = [(at, behind, var) for at, behind, (var, *_), _ in self._over]
+        made = [one for one in made if one[2] in self._columns]
         for later, (at, behind, _) in enumerate(made):
             for _, others, earlier in made[:later]:
                 if both := behind & others:

@@ -278,8 +278,7 @@ class Code:
         given = dict(zip(self.reads(first, last), values, strict=True))
         if together:
             given |= self._with_casts(first, last, given)
-        added = InParts(self.summed) if sums and self.summed else None
-        return self._run(self.closed, first, last, given, added)
+        return self._run(self.closed, first, last, given, self.summed if sums else ())
 
     def traced(self, first: int, last: int, reads: Sequence[Any]) -> ClosedJaxpr:
         """A segment as a jaxpr, from what it `reads` in this order to what it `gives`.
@@ -373,14 +372,14 @@ class Code:
         first: int,
         last: int,
         given: Mapping[Any, Any],
-        added: InParts | None = None,
+        summed: Collection[Any] = (),
     ) -> list[Any]:
         # What is given is there, be it made in the segment.
         places = (at for at in range(first, last) if not given.keys() & self.eqns[at].outvars)
         return _jax.evaluate(
             closed,
             [None] * len(closed.jaxpr.invars),
-            special=functools.partial(self._reversed_otherwise, added),
+            special=functools.partial(self._reversed_otherwise, InParts(summed)),
             only=frozenset(places),
             given=given,
             outs=self.gives(first, last),
@@ -388,11 +387,10 @@ class Code:
         )
 
     def _reversed_otherwise(
-        self, added: InParts | None, eqn: Any, operands: list[Any]
+        self, in_parts: InParts, eqn: Any, operands: list[Any]
     ) -> list[Any] | None:
         """What an operation makes, if it is reversed with less memory than by jax's own rule."""
-        if added is not None:
-            operands[:] = added(eqn, operands)
+        operands[:] = in_parts(eqn, operands)
         if (found := reversed_by_places(eqn, operands)) is not None:
             return found
         is_late = platform() != "tpu" and self._has_own_gradient(eqn.invars)

@@ -12,7 +12,7 @@ import jaxmem
 from jaxmem.estimate.arrays import in_memory, reduced_in_few_blocks
 from jaxmem.estimate.compiler import GPU
 
-PROCESSORS = 132
+PROCESSORS = GPU.processors
 
 
 def spec(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
