@@ -251,10 +251,10 @@ def _blocks_of_columns(eqn: Any) -> int:
     """How many blocks reduce columns, each all rows of its own; 0 where it is done otherwise."""
     given, made = eqn.invars[0].aval, eqn.outvars[0].aval
     last = len(given.shape) - 1
-    if not made.size or last in eqn.params.get("axes", (last,)):
+    if not (made.shape and made.size) or last in eqn.params.get("axes", (last,)):
         return 0
     columns = given.shape[last]
-    in_one_go = made.shape and 1 < given.size // made.size <= _ROWS
+    in_one_go = 1 < given.size // made.size <= _ROWS
     return made.size // columns * -(-columns // _COLUMNS) if in_one_go else 0
 
 

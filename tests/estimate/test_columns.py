@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.budgeted import problem, question
+from jax import lax
 
 import jaxmem
 from jaxmem.estimate.arrays import in_memory, reduced_in_few_blocks
@@ -48,6 +49,14 @@ def test_casts_and_rows_are_reduced_where_they_are_read() -> None:
     cast = jax.make_jaxpr(lambda x: jnp.sum(x.astype(jnp.float32), axis=0))(x).jaxpr
     rows = jax.make_jaxpr(lambda x, y: jnp.sum(x * y, axis=1))(x, x).jaxpr
     for jaxpr in (cast, rows):
+        assert not reduced_in_few_blocks(jaxpr, PROCESSORS)
+
+
+def test_what_has_no_columns_is_not_asked_for_them() -> None:
+    zero_sized = jax.make_jaxpr(lambda x: jnp.sum(x * x, axis=0))(spec(4, 0)).jaxpr
+    nothing = jax.make_jaxpr(lambda x: lax.reduce_sum(x, ()))(spec())
+    for jaxpr in (zero_sized, nothing.jaxpr):
+        assert any(eqn.primitive.name == "reduce_sum" for eqn in jaxpr.eqns)
         assert not reduced_in_few_blocks(jaxpr, PROCESSORS)
 
 
