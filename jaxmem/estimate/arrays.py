@@ -14,6 +14,7 @@ from jax import lax
 from jaxmem import _jax
 from jaxmem.estimate.compiler import ANY, Compiler
 from jaxmem.estimate.counting import flops, kind_of
+from jaxmem.layers.pooling import operands_pooled
 from jaxmem.trace.layer import nbytes
 
 # ---------------------------------------------------------------- API
@@ -25,7 +26,7 @@ def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any]
     Args:
       compiler, of_products: see `jaxmem.estimate.liveness.peak_live`.
     """
-    taken = read_by_kernels(jaxpr)
+    taken = read_by_kernels(jaxpr, compiler.pools_inside)
     if compiler.fuses_operands:
         taken -= _Ends(jaxpr, compiler, of_products).inside_of_products
     found = {*jaxpr.invars, *jaxpr.constvars, *taken}
@@ -41,14 +42,20 @@ def in_memory(jaxpr: Any, compiler: Compiler = ANY, of_products: Collection[Any]
     return found
 
 
-def read_by_kernels(jaxpr: Any) -> set[Any]:
-    """What kernels take, and what that is a view of."""
+def read_by_kernels(jaxpr: Any, pools_inside: bool = False) -> set[Any]:
+    """What kernels take, and what that is a view of.
+
+    Args:
+      pools_inside: whether poolings compute what they pool, and do not take it.
+    """
     found: set[Any] = set()
     views = views_in(jaxpr)
     for eqn in jaxpr.eqns:
         if kind_in(eqn) == "kernel":
-            for atom in filter(_jax.is_var, eqn.invars):
-                found.update(behind_views(atom, views))
+            pooled = operands_pooled(eqn) if pools_inside else ()
+            for place, atom in enumerate(eqn.invars):
+                if _jax.is_var(atom) and place not in pooled:
+                    found.update(behind_views(atom, views))
     return found
 
 

@@ -49,6 +49,7 @@ class Compiler:
       processors: how many blocks run at once.  What columns are reduced from is in memory where
         fewer blocks than that reduce them, which would take long to compute it; 0 for it never is.
         See `jaxmem.estimate.arrays.reduced_in_few_blocks`.
+      pools_inside: poolings, and their reversals, compute what they pool themselves.
       merges_readers: what is elementwise and reads the same array is computed in one kernel, which
         does not write over that array.
     """
@@ -75,6 +76,7 @@ class Compiler:
     frees_early: bool = False
     stack_traffic: int = 0
     processors: int = 0
+    pools_inside: bool = False
 
 
 # What any of them does, XLA for GPUs, and XLA for TPUs.
@@ -91,6 +93,7 @@ GPU = Compiler(
     frees_early=True,
     stack_traffic=3,  # filled with zeros, written, and copied on the way there or back
     processors=132,  # of an H100
+    pools_inside=True,
 )
 TPU = Compiler(
     counts_operations=True,

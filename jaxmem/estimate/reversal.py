@@ -243,11 +243,12 @@ def without_checkpoint(
 
 # What elementwise operations cost that are not cheap: 1 takes about as long as to write an array of
 # 16 bits and to read it.
-_EXPENSIVE: dict[str, int] = {
+_EXPENSIVE: dict[str, float] = {
     name: cost
     for cost, names in (
-        (1, "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div exp exp2 expm1"),
-        (1, "lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan"),
+        (0.25, "rsqrt sqrt"),
+        (0.75, "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div exp exp2 expm1"),
+        (0.75, "lgamma log log1p logistic pow rem sin sinh tan"),
         (2, "tanh"),
         (3, "erf erfc erf_inv"),
     )
@@ -300,9 +301,8 @@ def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:
 
 def _in_memory(layer: Layer, compiler: Compiler) -> set[Any]:
     """What is in memory of a layer whose both ways stand in one program, for a while at least."""
-    if compiler.fuses_operands:
-        return in_memory(layer.both_ways.jaxpr, compiler)
-    return in_memory(layer.linearised.jaxpr)
+    both = layer.both_ways if compiler.fuses_operands else layer.linearised
+    return in_memory(both.jaxpr, compiler)
 
 
 def _rounded_gradients(backward: Backward, compiler: Compiler) -> set[Any]:
@@ -361,11 +361,15 @@ def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Com
     known = _EXPENSIVE if compiler.counts_operations else _EXPENSIVE | _RANDOM
     # Which operations that are not cheap are done again for a value that is not in memory.
     behind: dict[Any, frozenset[int]] = {}
+    # What reductions make, and what is made of one alone: a mean, which the same kernel makes.
+    reduced: set[Any] = set()
     found = set()
     for at, eqn in enumerate(jaxpr.eqns):
-        atoms = filter(_jax.is_var, eqn.invars)
+        atoms = {*filter(_jax.is_var, eqn.invars)}
         again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
-        if eqn.primitive.name in known:
+        if kind_of(eqn) == "reduction" or (len(atoms) == 1 and atoms <= reduced):
+            reduced.update(eqn.outvars)
+        elif eqn.primitive.name in known:
             again |= {at}
         costs = [known[jaxpr.eqns[one].primitive.name] for one in again]
         cost = len(costs) if compiler.counts_operations else sum(costs) * 2 / _width(eqn)

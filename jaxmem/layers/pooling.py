@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
+from jaxmem import _jax
 from jaxmem.layers.another import another
 from jaxmem.trace.layer import nbytes
 
@@ -56,9 +57,19 @@ def placing_bytes(eqn: Any) -> tuple[int, int] | None:
     return nbytes(windows) + 4 * windows.size, 4 * windows.size
 
 
+def operands_pooled(eqn: Any) -> tuple[int, ...]:
+    """Which of its operands an operation takes windows of, forward or in its reversal."""
+    if (called := _jax.in_call(eqn)) is not None and len(called.jaxpr.eqns) == 1:
+        return operands_pooled(called.jaxpr.eqns[0])
+    if eqn.primitive is _back_p:
+        return (1,)
+    return (0,) if eqn.primitive in _POOLINGS else ()
+
+
 # ---------------------------------------------------------------- implementation
 
 _SELECTS = {primitives.reduce_window_max_p: lax.ge_p, primitives.reduce_window_min_p: lax.le_p}
+_POOLINGS = (*_SELECTS, primitives.reduce_window_sum_p)
 # jax pads with infinities where there are any.
 _WITH_INFINITIES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 # jax's own linear operations, from tangents and back: what a pooling selects, and where from.

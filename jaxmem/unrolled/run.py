@@ -79,7 +79,7 @@ def _ends_as_it_stands(code: Code, piece: Piece) -> bool:
     pieces are reversed.  They are made in one go with those of its inputs, if it is less than a
     layer: those of several layers would all be there at once.
     """
-    if not piece.is_kept_whole or piece.first == 0 or piece.last != len(code):
+    if not piece.is_kept_whole or piece.first == 0:
         return False
     return platform() != "tpu" and not code.has_layer(piece.first, piece.last)
 

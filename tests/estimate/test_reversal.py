@@ -141,6 +141,52 @@ def test_what_takes_long_to_compute_is_not_computed_twice(what: str) -> None:
     assert abs(off_of(found, ask, 0.0)) < 0.05
 
 
+def normalised(h: jax.Array) -> jax.Array:
+    x = h.astype(jnp.float32)
+    variance = (x * x).mean(-1, keepdims=True) - x.mean(-1, keepdims=True) ** 2
+    return ((x - x.mean(-1, keepdims=True)) * lax.rsqrt(variance + 1e-6)).astype(h.dtype)
+
+
+# An activation in so many bytes, and whether it is kept behind a norm.
+BEHIND_A_NORM = {
+    "exponential of two bytes": (jax.nn.silu, jnp.bfloat16, False),
+    "exponential of four bytes": (jax.nn.silu, jnp.float32, False),
+    "tanh of two bytes": (jax.nn.gelu, jnp.bfloat16, True),
+    "tanh of four bytes": (jax.nn.gelu, jnp.float32, True),
+}
+
+
+@pytest.mark.parametrize("what", BEHIND_A_NORM)
+def test_a_norm_is_computed_twice_with_what_is_not_too_long(what: str) -> None:
+    activation, dtype, is_kept = BEHIND_A_NORM[what]
+    width = Spec((512, 512), dtype)
+
+    def net(ws: Any, h: jax.Array) -> jax.Array:
+        for up, down in ws:
+            h = h + activation(normalised(h @ up)) @ down
+        return h
+
+    found = kept(net, [(width, width)], Spec((1024, 512), dtype), compiler=GPU)
+    elementwise = found.keys() & {"logistic", "tanh"}
+    assert bool(elementwise) == is_kept, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BEHIND_A_NORM)
+def test_so_the_compiler_does(what: str) -> None:
+    activation, dtype, _ = BEHIND_A_NORM[what]
+    h, up, down = (Spec(shape, dtype) for shape in ((8192, 1024), (1024, 4096), (4096, 1024)))
+
+    def net(ws: Any, h: jax.Array) -> jax.Array:
+        for up, down in ws:
+            h = h + activation(normalised(h @ up)) @ down
+        return h
+
+    step = jax.grad(lambda ws, h: jnp.square(jaxmem.remat_auto(net)(ws, h)).sum())
+    found, ask = plans_of(jaxmem.Job(step, ([(up, down)] * 3, h)))
+    assert abs(off_of(found, ask, 0.0)) < 0.05
+
+
 @pytest.mark.parametrize("place", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_what_is_read_behind_a_barrier_is_not_written_over(place: float) -> None:
     """Scores in float32 are as large as their gradient, and there next to it."""
