@@ -167,20 +167,22 @@ class _Order:
     def _place_all(self, eqns: Sequence[Any]) -> None:
         """Several operations, what they need in front of all of them."""
         made = {var for eqn in eqns for var in eqn.outvars}
-        atoms = dict.fromkeys(a for eqn in eqns for a in eqn.invars if _jax.is_var(a))
+        several = dict.fromkeys(a for eqn in eqns for a in eqn.invars if _jax.is_var(a))
+        atoms = [atom for atom in several if atom not in made]
+        gradients = [atom for atom in atoms if atom in self._following]
+        size = max((nbytes(var.aval) for var in gradients), default=0)
         for eqn in eqns:
-            self._place(eqn, [atom for atom in atoms if atom not in made])
+            self._place(eqn, atoms, gradients, size)
 
-    def _place(self, eqn: Any, atoms: Sequence[Any]) -> None:
+    def _place(self, eqn: Any, atoms: Sequence[Any], gradients: Sequence[Any], size: int) -> None:
         """One operation that pulls gradients back, with what it needs in front.
 
         Args:
           atoms: what it reads, or all that read what it makes up to a kernel or a sum.
+          gradients, size: those of them that are, and bytes of the largest.
         """
         own = list(dict.fromkeys(filter(_jax.is_var, eqn.invars)))
         pulled = [atom for atom in own if atom in self._following]
-        gradients = [atom for atom in atoms if atom in self._following]
-        size = max((nbytes(var.aval) for var in gradients), default=0)
         kernel = kind_of(eqn) == "kernel"
         wanted = self._wanted(atoms)
         large = self._made_large(wanted, size, kernel)

@@ -356,7 +356,8 @@ def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Com
     """Places of the operations that a compiler does again inside of those that read them.
 
     XLA for GPUs weighs what they take against the bytes: the tanh of a gelu is kept in bfloat16,
-    and not in float32.  XLA for TPUs counts operations, and makes random numbers again.
+    and not in float32.  A mean is made with its sum there.  XLA for TPUs counts operations, and
+    makes random numbers again.
     """
     known = _EXPENSIVE if compiler.counts_operations else _EXPENSIVE | _RANDOM
     # Which operations that are not cheap are done again for a value that is not in memory.
@@ -367,7 +368,8 @@ def _repeated(jaxpr: Any, stored: Collection[Any], expensive: int, compiler: Com
     for at, eqn in enumerate(jaxpr.eqns):
         atoms = {*filter(_jax.is_var, eqn.invars)}
         again = frozenset().union(*(behind.get(atom, ()) for atom in atoms))
-        if kind_of(eqn) == "reduction" or (len(atoms) == 1 and atoms <= reduced):
+        with_sum = kind_of(eqn) == "reduction" or (len(atoms) == 1 and atoms <= reduced)
+        if with_sum and not compiler.counts_operations:
             reduced.update(eqn.outvars)
         elif eqn.primitive.name in known:
             again |= {at}

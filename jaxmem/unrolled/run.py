@@ -72,7 +72,7 @@ _SUMS = 256
 
 
 def _ends_as_it_stands(code: Code, piece: Piece) -> bool:
-    """Whether all of a piece is kept with which the backward pass begins, and others come behind.
+    """Whether all of a piece is kept, and others are reversed behind it.
 
     Nothing in it waits for anything, so that the compiler of GPUs at times puts the gradients of
     its matrices off, which only the optimizer reads, and holds what they are made of while the next
