@@ -301,8 +301,8 @@ def _stored(values: Sequence[Any], rounded: Collection[Any]) -> list[int]:
 
 def _in_memory(layer: Layer, compiler: Compiler) -> set[Any]:
     """What is in memory of a layer whose both ways stand in one program, for a while at least."""
-    both = layer.both_ways if compiler.fuses_operands else layer.linearised
-    return in_memory(both.jaxpr, compiler)
+    closed = layer.both_ways if compiler.fuses_operands else layer.linearised
+    return in_memory(closed.jaxpr, compiler)
 
 
 def _rounded_gradients(backward: Backward, compiler: Compiler) -> set[Any]:

@@ -249,12 +249,13 @@ class Chain:
 
     def _piece(self, step: Kept | Recomputed) -> Piece:
         if isinstance(step, Recomputed):
-            inner = [self._piece(one) for one in step.inner]
+            first, last = self.cuts[step.first], self.cuts[step.last]
+            inner = tuple(map(self._piece, step.inner))
             # Next to others each is reversed by itself, as it is estimated: else the compiler of
             # GPUs computes what a matrix's gradient reads with what is needed later, and holds it.
-            alone = all(piece.is_kept_whole for piece in inner)
-            inner = _joined(inner) if alone else tuple(inner)
-            return Piece(self.cuts[step.first], self.cuts[step.last], inner=inner)
+            if all(piece.is_kept_whole for piece in inner):
+                inner = (Piece(first, last),)
+            return Piece(first, last, inner=inner)
         first, last = self.cuts[step.stage], self.cuts[step.after]
         segment = self.segment(step)
         keep = segment.keeps[step.option]

@@ -53,7 +53,7 @@ def _run(
         reads, gives = code.reads(piece.first, piece.last), code.gives(piece.first, piece.last)
         behind = plan.waits or piece.last < len(code)
         sums = behind and not piece.is_kept_whole
-        given = _together(code, reads, shared, values, sums, _ends_as_it_stands(code, piece))
+        given = _together(code, reads, shared, values, sums, _gradients_at_once(code, piece))
         # Later pieces read what has been through this one's barrier, so that their gradients are
         # added to its own there, and not all at once behind the last of them.
         values.update((var, made) for var, made in zip(reads, given, strict=True) if var in passing)
@@ -71,7 +71,7 @@ def _run(
 _SUMS = 256
 
 
-def _ends_as_it_stands(code: Code, piece: Piece) -> bool:
+def _gradients_at_once(code: Code, piece: Piece) -> bool:
     """Whether all of a piece is kept, and others are reversed behind it.
 
     Nothing in it waits for anything, so that the compiler of GPUs at times puts the gradients of
@@ -172,7 +172,7 @@ def _function(
         return _by_plan(jax.checkpoint(again))
 
     def as_it_stands(*given: Any) -> list[Any]:
-        together = _ends_as_it_stands(code, piece)
+        together = _gradients_at_once(code, piece)
         sums = piece.last - piece.first < len(code)
         return code.run(piece.first, piece.last, given, together, sums)
 

@@ -15,11 +15,10 @@ from helpers.budgeted import problem, question
 import jaxmem
 from jaxmem.estimate import compiler
 from jaxmem.estimate.arrays import in_memory
-from jaxmem.estimate.compiler import GPU
+from jaxmem.estimate.compiler import GPU, Compiler
 from jaxmem.fitting.compile_request import CompileRequest
 from jaxmem.fitting.step_problem import StepProblem
 from jaxmem.layers.pooling import reversed_by_places
-from jaxmem.unrolled.run import run
 
 OVERLAPPING = {"window_shape": (3, 3), "strides": (2, 2), "padding": "SAME"}
 
@@ -37,12 +36,8 @@ class Convolutions(nn.Module):
 
 
 @functools.cache
-def planned(ablated: str = "") -> tuple[StepProblem, CompileRequest]:
-    """The plans of a step of these.
-
-    Args:
-      ablated: a rule of the estimate's to leave out.
-    """
+def planned(rules: Compiler = GPU) -> tuple[StepProblem, CompileRequest]:
+    """The plans of a step of these, by these rules of the estimate."""
     x, model = jax.ShapeDtypeStruct((32, 96, 96, 3), jnp.bfloat16), Convolutions()
     params = jax.eval_shape(model.init, jax.random.key(0), x)
 
@@ -50,7 +45,6 @@ def planned(ablated: str = "") -> tuple[StepProblem, CompileRequest]:
         forward = jaxmem.remat_auto(model.apply)
         return jax.grad(lambda p: jnp.square(forward(p, x).astype(jnp.float32)).mean())(params)
 
-    rules = dataclasses.replace(GPU, **dict.fromkeys([ablated] if ablated else [], False))
     with mock.patch.object(compiler, "GPU", rules):
         how: Any = {"target": "h100-80g"}
         return problem(step, params, x, **how), question(step, params, x, **how)
@@ -70,7 +64,7 @@ def test_they_are_predicted(place: float) -> None:
 
 @pytest.mark.slow
 def test_what_is_pooled_would_be_counted_twice_without_the_rule() -> None:
-    assert off(*planned("pools_inside"), 0) > 0.2
+    assert off(*planned(dataclasses.replace(GPU, pools_inside=False)), 0) > 0.2
 
 
 def test_only_what_is_pooled_is_not_taken() -> None:
@@ -104,8 +98,8 @@ def test_gradients_of_kernels_do_not_wait_while_what_is_recomputed_is_reversed()
     found, ask = planned()
     leanest = len(found.front) - 1
     report = found.report(ask, leanest)
-    module = importlib.import_module(run.__module__)
-    with mock.patch.object(module, "_ends_as_it_stands", return_value=False):
+    module = importlib.import_module("jaxmem.unrolled.run")
+    with mock.patch.object(module, "_gradients_at_once", return_value=False):
         other = found.report(ask, leanest)
     assert report.temp_bytes < 0.85 * other.temp_bytes
     assert report.matmul_flops == other.matmul_flops

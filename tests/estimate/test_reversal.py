@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -147,6 +148,12 @@ def normalised(h: jax.Array) -> jax.Array:
     return ((x - x.mean(-1, keepdims=True)) * lax.rsqrt(variance + 1e-6)).astype(h.dtype)
 
 
+def behind_norms(activation: Callable[[jax.Array], jax.Array], ws: Any, h: jax.Array) -> jax.Array:
+    for up, down in ws:
+        h = h + activation(normalised(h @ up)) @ down
+    return h
+
+
 # An activation in so many bytes, and whether it is kept behind a norm.
 BEHIND_A_NORM = {
     "exponential of two bytes": (jax.nn.silu, jnp.bfloat16, False),
@@ -159,13 +166,7 @@ BEHIND_A_NORM = {
 @pytest.mark.parametrize("what", BEHIND_A_NORM)
 def test_a_norm_is_computed_twice_with_what_is_not_too_long(what: str) -> None:
     activation, dtype, is_kept = BEHIND_A_NORM[what]
-    width = Spec((512, 512), dtype)
-
-    def net(ws: Any, h: jax.Array) -> jax.Array:
-        for up, down in ws:
-            h = h + activation(normalised(h @ up)) @ down
-        return h
-
+    width, net = Spec((512, 512), dtype), functools.partial(behind_norms, activation)
     found = kept(net, [(width, width)], Spec((1024, 512), dtype), compiler=GPU)
     elementwise = found.keys() & {"logistic", "tanh"}
     assert bool(elementwise) == is_kept, found
@@ -176,12 +177,7 @@ def test_a_norm_is_computed_twice_with_what_is_not_too_long(what: str) -> None:
 def test_so_the_compiler_does(what: str) -> None:
     activation, dtype, _ = BEHIND_A_NORM[what]
     h, up, down = (Spec(shape, dtype) for shape in ((8192, 1024), (1024, 4096), (4096, 1024)))
-
-    def net(ws: Any, h: jax.Array) -> jax.Array:
-        for up, down in ws:
-            h = h + activation(normalised(h @ up)) @ down
-        return h
-
+    net = functools.partial(behind_norms, activation)
     step = jax.grad(lambda ws, h: jnp.square(jaxmem.remat_auto(net)(ws, h)).sum())
     found, ask = plans_of(jaxmem.Job(step, ([(up, down)] * 3, h)))
     assert abs(off_of(found, ask, 0.0)) < 0.05

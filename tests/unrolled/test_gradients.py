@@ -144,7 +144,7 @@ def test_gradients_of_what_is_kept_whole_do_not_wait_for_the_optimizer() -> None
     report = found.report(ask, place)
     off = abs(found.predicted[place] - report.required_bytes)
     assert off < 0.01 * report.temp_bytes
-    with mock.patch.object(MODULES[1], "_ends_as_it_stands", return_value=False):
+    with mock.patch.object(MODULES[1], "_gradients_at_once", return_value=False):
         other = found.report(ask, place)
     assert report.temp_bytes < 0.95 * other.temp_bytes
     assert report.matmul_flops == other.matmul_flops
