@@ -25,6 +25,8 @@ class Compiler:
       copies_parts: so are parts of something larger that reductions read.
       calls_libraries: convolutions are calls into a library (cuDNN), over whose results nothing is
         written; see `jaxmem.estimate.liveness.by_library`.
+      calls_for_products: so are products of matrices, as all of a program are of which XLA finds no
+        tiles for one; see `jaxmem.estimate.operands.may_pad`.
       swaps_operands: for some of these both operands are copied; see
         `jaxmem.estimate.liveness.copied_to_swap`.
       turns_operands: products read copies of operands whose axes they need in another order, so
@@ -65,6 +67,7 @@ class Compiler:
     copies_layouts: bool = False
     copies_parts: bool = False
     calls_libraries: bool = False
+    calls_for_products: bool = False
     swaps_operands: bool = False
     turns_operands: bool = False
     turns_stacks: bool = False

@@ -30,7 +30,8 @@ class BackwardStep:
       operation: its place.
       anew: whether what was recomputed so far, and is no kernel's, is forgotten before it.
       waits: for what `recomputed` has to wait, as it makes something large: the gradients that it
-        is for, and what the kernel before made, so that branches come one after the other.
+        is for, and what the kernel before made, so that branches come one after the other; and
+        gradients of matrices, which might else be put off.
       first: gradients that wait for the operation, which is done with something large.  These are
         the ones that it pulls back; if none is read any more, larger ones that are there.
       reads: what `recomputed` takes from behind a barrier.
@@ -112,6 +113,10 @@ class _Order:
         # Gradients that kernels made, and how often each is still to be read.
         self._made: dict[Any, None] = {}
         self._left = Counter(filter(_jax.is_var, (a for eqn in after for a in eqn.invars)))
+        # What others follow from; and gradients of matrices, from which none does, that nobody has
+        # waited for yet.
+        self._lead_on = _leading_on(after)
+        self._alone: dict[Any, None] = {}
         for at, eqn in enumerate(after):
             if self._can_wait(eqn):
                 self._late.update(dict.fromkeys(eqn.outvars, at))
@@ -196,12 +201,14 @@ class _Order:
         ins = [self._called(a) if _jax.is_var(a) else a for a in eqn.invars]
         done = kernel and any(_jax.is_var(a) and a in self._large for a in ins)
         self._left.subtract(filter(_jax.is_var, eqn.invars))
+        waits = tuple(dict.fromkeys([*self._waits(gradients), *self._alone])) if large else ()
+        self._alone = {} if large else self._alone
         self.steps.append(
             BackwardStep(
                 recomputed=range(start, len(self.eqns)),
                 operation=len(self.eqns),
                 anew=anew or self._ended,
-                waits=self._waits(gradients) if large else (),
+                waits=waits,
                 first=self._unspread(self._yet_to_wait(pulled)) if done else (),
             )
         )
@@ -210,6 +217,8 @@ class _Order:
             self._following.update(eqn.outvars)
             self._made.update(dict.fromkeys(eqn.outvars) if kernel else {})
         self._note_spread(eqn, own)
+        if kernel and pulled and self._is_put_off(eqn, own):
+            self._alone.update(dict.fromkeys(eqn.outvars))
         if kernel:
             self._now.clear()
             self._before = tuple(var for var in eqn.outvars if not _jax.is_dropped(var))
@@ -236,6 +245,16 @@ class _Order:
         if any(atom in self._behind for atom in gradients):
             return first  # more in the barrier would be live for nothing
         return tuple(dict.fromkeys([*first, *self._before]))
+
+    def _is_put_off(self, eqn: Any, read: Sequence[Any]) -> bool:
+        """Whether the compiler of GPUs may do a kernel at the end, and hold for it what it reads.
+
+        Only the optimizer waits for the gradient of a matrix.  One that is larger than what it is
+        made of may come late.
+        """
+        if platform() == "tpu" or not self._lead_on.isdisjoint(eqn.outvars):
+            return False
+        return sum(nbytes(var.aval) for var in read) > sum(nbytes(v.aval) for v in eqn.outvars)
 
     def _note_spread(self, eqn: Any, atoms: Sequence[Any]) -> None:
         """Note what repeats the numbers of something smaller, as the gradient of a mean does."""
@@ -287,6 +306,15 @@ class _Order:
 
     def _called(self, var: Any) -> Any:
         return self._kept.get(var) or self._now.get(var, var)
+
+
+def _leading_on(eqns: Sequence[Any]) -> set[Any]:
+    """What kernels and sums follow from."""
+    found: set[Any] = set()
+    for eqn in reversed(eqns):
+        if kind_of(eqn) in ("kernel", "reduction") or not found.isdisjoint(eqn.outvars):
+            found.update(filter(_jax.is_var, eqn.invars))
+    return found
 
 
 def _thin_products(eqns: Sequence[Any], count: int) -> set[int]:

@@ -119,12 +119,19 @@ def rows_reduced(
     return lives.reduced(kept)
 
 
-def by_library(eqn: Any) -> bool:
-    """Whether GPUs call a library (cuDNN) for an operation.
+def by_library(eqn: Any, compiler: Compiler) -> bool:
+    """Whether GPUs call a library (cuDNN, cuBLAS) for an operation.
 
     The call returns a workspace, too, and XLA lets an operation write over an array only if that is
     the whole result of what made it.
     """
+    if eqn.primitive.name == "dot_general":
+        return compiler.calls_for_products
+    return is_convolution(eqn)
+
+
+def is_convolution(eqn: Any) -> bool:
+    """Whether an operation is one."""
     return eqn.primitive.name == "conv_general_dilated"
 
 
@@ -136,7 +143,7 @@ def copied_to_swap(eqn: Any) -> int:
     by their padding.  Both are copied, one after the other, each in its time in the place of what
     it is made of.
     """
-    if not by_library(eqn):
+    if not is_convolution(eqn):
         return 0
     sides = eqn.params["dimension_numbers"]
     image, kernel = (atom.aval for atom in eqn.invars)
@@ -256,7 +263,7 @@ class _Lives:
 
     def run_by_gpu(self, at: int, eqn: Any) -> None:
         """Working space of an operation, and whether its results are a library's."""
-        if by_library(eqn):
+        if by_library(eqn, self._compiler):
             self.never_over(eqn.outvars)
             self.work(at, copied_to_swap(eqn) if self._compiler.swaps_operands else 0)
         elif (placing := placing_bytes(eqn)) is not None:

@@ -20,6 +20,7 @@ from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.liveness import (
     by_library,
     copied_to_swap,
+    is_convolution,
     peak_live,
     peak_live_bytes,
     rows_reduced,
@@ -142,7 +143,7 @@ def reversal_peak(
         exact=set(held) - rounded,
         of_products=rounded,
         live_to_end=live_to_end,
-        of_calls=[var for var in backward.tape if _by_library(layer, var)],
+        of_calls=[var for var in backward.tape if _by_library(layer, var, compiler)],
         fenced=backward.fenced if barriers else (),
         reduces_pairs=True,
     )
@@ -257,12 +258,12 @@ _EXPENSIVE: dict[str, float] = {
 _RANDOM = {"random_bits": 9, "threefry2x32": 9}
 
 
-def _by_library(layer: Layer, var: Any) -> bool:
+def _by_library(layer: Layer, var: Any, compiler: Compiler) -> bool:
     """Whether a GPU's library made a value on the way there."""
     eqn = layer.made_by(var)
     while eqn is not None and _jax.name_given_by(eqn) is not None:
         eqn = layer.made_by(eqn.invars[0])
-    return eqn is not None and by_library(eqn)
+    return eqn is not None and by_library(eqn, compiler)
 
 
 def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
@@ -278,7 +279,7 @@ def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
         for later in range(at + 1, len(eqns)):
             if made.intersection(filter(_jax.is_var, eqns[later].invars)):
                 break
-            if eqns[at].invars[1] in eqns[later].invars and by_library(eqns[later]):
+            if eqns[at].invars[1] in eqns[later].invars and is_convolution(eqns[later]):
                 eqns[at:later], eqns[later] = eqns[at + 1 : later + 1], eqns[at]
                 break
     return _jax.with_equations(backward.closed, eqns)

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
 from jaxmem.estimate.arrays import in_memory
+from jaxmem.estimate.operands import may_pad
 from jaxmem.estimate.reversal import tape_bytes
 from jaxmem.estimate.roofline import Roofline
 from jaxmem.estimate.values import unnamed_places
@@ -81,6 +82,9 @@ class Chain:
         self, code: Code, roofline: Roofline, offload: bool = False, points: int = 4
     ) -> None:
         self.code, self.cuts = code, code.cuts()
+        if roofline.compiler.calls_libraries and any(map(may_pad, code.closed.jaxpr.eqns)):
+            compiler = dataclasses.replace(roofline.compiler, calls_for_products=True)
+            roofline = dataclasses.replace(roofline, compiler=compiler)
         self._compiler = roofline.compiler
         known: dict[Hashable, Segment] = {}
         self.segments: dict[tuple[int, int], Segment] = {}

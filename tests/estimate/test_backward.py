@@ -139,7 +139,9 @@ def test_what_is_recomputed_waits_for_a_gradient_and_not_for_a_wider_copy_of_it(
     ]
     backward = backward_of(layer.keeping(joins), interleaved=True)
     waited = [var for step in backward.steps for var in step.waits]
-    assert len(joins) == len(waited) == 2
+    pulled = [var for var in waited if var.aval.shape != w.shape]
+    assert len(joins) == len(pulled) == 2
+    assert len(waited) == 3  # of the matrix whose gradient is made in between, too
     assert all(var.aval.dtype == h.dtype for var in waited)
 
 
@@ -201,6 +203,23 @@ def test_what_is_kept_is_done_with_before_larger_gradients_are_pulled_further() 
     assert eqn.primitive.name == "dot_general"
     assert eqn.outvars[0].aval.size == like.size
     assert [var.aval.shape for var in of_values.first] == [(2, 4, 64, 64)]
+
+
+@pytest.mark.parametrize(("rows", "waited"), [(512, True), (4, False)])
+def test_gradients_of_matrices_are_made_before_more_is_recomputed(rows: int, waited: bool) -> None:
+    """Nobody else waits for them, and what they read would be held; unless they are larger."""
+
+    def fn(ws: Any, h: jax.Array) -> jax.Array:
+        return jnp.tanh(h @ ws["first"]) @ ws["second"] @ ws["third"]
+
+    shapes = {"first": (64, 128), "second": (128, 32), "third": (32, 96)}
+    code = code_of(fn, {name: jnp.ones(s) for name, s in shapes.items()}, jnp.ones((rows, 64)))
+    layer = code.layer(0, len(code))
+    kept = [k for k, var in enumerate(layer.values) if var.aval.shape in ((rows, 64), (rows, 32))]
+    backward = backward_of(layer.keeping(kept), interleaved=True)
+    waits = {var.aval.shape for step in backward.steps for var in step.waits}
+    assert ({(32, 96), (96, 32)} & waits != set()) == waited
+    assert (rows, 32) in waits
 
 
 def products(layer: Layer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
