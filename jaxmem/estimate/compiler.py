@@ -25,8 +25,8 @@ class Compiler:
       copies_parts: so are parts of something larger that reductions read.
       calls_libraries: convolutions are calls into a library (cuDNN), over whose results nothing is
         written; see `jaxmem.estimate.liveness.by_library`.
-      calls_for_products: so are products of matrices, as all of a program are of which XLA finds no
-        tiles for one; see `jaxmem.estimate.operands.may_pad`.
+      calls_for_products: so are products of matrices, all of a program of which XLA finds no tiles
+        for one; see `jaxmem.estimate.operands.may_pad`.
       swaps_operands: for some of these both operands are copied; see
         `jaxmem.estimate.liveness.copied_to_swap`.
       turns_operands: products read copies of operands whose axes they need in another order, so
@@ -86,6 +86,7 @@ class Compiler:
 ANY = Compiler()
 GPU = Compiler(
     calls_libraries=True,
+    calls_for_products=True,
     swaps_operands=True,
     turns_operands=True,
     turns_stacks=True,

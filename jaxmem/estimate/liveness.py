@@ -52,6 +52,7 @@ def peak_live(
     fenced: Collection[Any] = (),
     reduced: Mapping[Any, frozenset[Any]] = types.MappingProxyType({}),
     reduces_pairs: bool = False,
+    calls_for_products: bool = False,
 ) -> tuple[int, frozenset[Any]]:
     """The most bytes live at once, of what is computed, and which of `held` are then.
 
@@ -72,6 +73,7 @@ def peak_live(
         over then: in a softmax's derivative the rows and the gradient.  So it is in XLA for GPUs,
         and known of code outside of loops; with it the leanest plan of a scanned transformer would
         be predicted 18 % too large.
+      calls_for_products: whether products are calls into a library, too.
     """
     jaxpr = closed.jaxpr
     rounded = read_rounded(jaxpr, compiler).difference(exact)
@@ -86,7 +88,7 @@ def peak_live(
         lives.never_over(of_calls)
     for at, eqn in enumerate(jaxpr.eqns):
         if compiler.calls_libraries:
-            lives.run_by_gpu(at, eqn)
+            lives.run_by_gpu(at, eqn, calls_for_products)
         if compiler.looks_inside:
             lives.work(at, _inside_bytes(eqn, compiler))
         for atom in eqn.invars:
@@ -119,20 +121,17 @@ def rows_reduced(
     return lives.reduced(kept)
 
 
-def by_library(eqn: Any, compiler: Compiler) -> bool:
+def by_library(eqn: Any, products: bool = False) -> bool:
     """Whether GPUs call a library (cuDNN, cuBLAS) for an operation.
 
     The call returns a workspace, too, and XLA lets an operation write over an array only if that is
     the whole result of what made it.
+
+    Args:
+      products: whether they do for products of matrices.
     """
-    if eqn.primitive.name == "dot_general":
-        return compiler.calls_for_products
-    return is_convolution(eqn)
-
-
-def is_convolution(eqn: Any) -> bool:
-    """Whether an operation is one."""
-    return eqn.primitive.name == "conv_general_dilated"
+    name = eqn.primitive.name
+    return name == "conv_general_dilated" or (products and name == "dot_general")
 
 
 def copied_to_swap(eqn: Any) -> int:
@@ -143,7 +142,7 @@ def copied_to_swap(eqn: Any) -> int:
     by their padding.  Both are copied, one after the other, each in its time in the place of what
     it is made of.
     """
-    if not is_convolution(eqn):
+    if not by_library(eqn):
         return 0
     sides = eqn.params["dimension_numbers"]
     image, kernel = (atom.aval for atom in eqn.invars)
@@ -261,9 +260,9 @@ class _Lives:
         """Nothing is written over these."""
         self._passed.update(made)
 
-    def run_by_gpu(self, at: int, eqn: Any) -> None:
+    def run_by_gpu(self, at: int, eqn: Any, products: bool) -> None:
         """Working space of an operation, and whether its results are a library's."""
-        if by_library(eqn, self._compiler):
+        if by_library(eqn, products):
             self.never_over(eqn.outvars)
             self.work(at, copied_to_swap(eqn) if self._compiler.swaps_operands else 0)
         elif (placing := placing_bytes(eqn)) is not None:

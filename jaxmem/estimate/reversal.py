@@ -20,7 +20,6 @@ from jaxmem.estimate.counting import kind_of
 from jaxmem.estimate.liveness import (
     by_library,
     copied_to_swap,
-    is_convolution,
     peak_live,
     peak_live_bytes,
     rows_reduced,
@@ -119,6 +118,7 @@ def reversal_peak(
     compiler: Compiler = ANY,
     live_to_end: Collection[Any] = (),
     barriers: bool = True,
+    calls_for_products: bool = False,
 ) -> tuple[int, frozenset[Any]]:
     """About the most bytes live while a layer outside of loops is reversed, and what is then.
 
@@ -127,7 +127,9 @@ def reversal_peak(
     Args:
       live_to_end: what of the tape is live to the end: others hold it, too.
       barriers: whether there are any, as there are where something is recomputed.
+      calls_for_products: whether the program is one that they are for, where compilers do that.
     """
+    calls = calls_for_products and compiler.calls_for_products
     backward = backward_of(layer, interleaved=True)
     closed = _as_scheduled(backward, barriers) if compiler.swaps_operands else backward.closed
     if barriers:  # what is elementwise is computed for each that reads it, from behind one
@@ -143,9 +145,10 @@ def reversal_peak(
         exact=set(held) - rounded,
         of_products=rounded,
         live_to_end=live_to_end,
-        of_calls=[var for var in backward.tape if _by_library(layer, var, compiler)],
+        of_calls=[var for var in backward.tape if _by_library(layer, var, calls)],
         fenced=backward.fenced if barriers else (),
         reduces_pairs=True,
+        calls_for_products=calls,
     )
 
 
@@ -258,12 +261,12 @@ _EXPENSIVE: dict[str, float] = {
 _RANDOM = {"random_bits": 9, "threefry2x32": 9}
 
 
-def _by_library(layer: Layer, var: Any, compiler: Compiler) -> bool:
+def _by_library(layer: Layer, var: Any, products: bool) -> bool:
     """Whether a GPU's library made a value on the way there."""
     eqn = layer.made_by(var)
     while eqn is not None and _jax.name_given_by(eqn) is not None:
         eqn = layer.made_by(eqn.invars[0])
-    return eqn is not None and by_library(eqn, compiler)
+    return eqn is not None and by_library(eqn, products)
 
 
 def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
@@ -279,7 +282,7 @@ def _as_scheduled(backward: Backward, barriers: bool) -> ClosedJaxpr:
         for later in range(at + 1, len(eqns)):
             if made.intersection(filter(_jax.is_var, eqns[later].invars)):
                 break
-            if eqns[at].invars[1] in eqns[later].invars and is_convolution(eqns[later]):
+            if eqns[at].invars[1] in eqns[later].invars and by_library(eqns[later]):
                 eqns[at:later], eqns[later] = eqns[at + 1 : later + 1], eqns[at]
                 break
     return _jax.with_equations(backward.closed, eqns)

@@ -82,9 +82,6 @@ class Chain:
         self, code: Code, roofline: Roofline, offload: bool = False, points: int = 4
     ) -> None:
         self.code, self.cuts = code, code.cuts()
-        if roofline.compiler.calls_libraries and any(map(may_pad, code.closed.jaxpr.eqns)):
-            compiler = dataclasses.replace(roofline.compiler, calls_for_products=True)
-            roofline = dataclasses.replace(roofline, compiler=compiler)
         self._compiler = roofline.compiler
         known: dict[Hashable, Segment] = {}
         self.segments: dict[tuple[int, int], Segment] = {}
@@ -96,6 +93,7 @@ class Chain:
         equal = Counter(keys.values())
         stored = in_memory(code.closed.jaxpr, self._compiler).difference(code.given)
         apart = sum(map(code.bytes, stored)) / _RESOLVED
+        calls = any(map(may_pad, code.closed.jaxpr.eqns))
         for first, after in widths:
             span = self.cuts[first], self.cuts[after]
             if (key := keys[first, after]) not in known:
@@ -106,7 +104,7 @@ class Chain:
                 thorough = is_short and several and not in_a_hurry
                 looks = _LOOKS if thorough else 0
                 known[key] = segment_of(
-                    code.layer(*span), roofline, offload, points, looks, apart / equal[key]
+                    code.layer(*span), roofline, offload, points, looks, apart / equal[key], calls
                 )
                 self._begins[known[key]] = span[0]
             segment = self.segments[first, after] = known[key]

@@ -30,6 +30,7 @@ class Segment:
       places: of the values on the device that each option keeps.
       stage: for the chain.
       compiler: see `jaxmem.estimate.roofline.Roofline`.
+      calls_for_products: see `jaxmem.estimate.reversal.reversal_peak`.
     """
 
     layer: Layer
@@ -38,6 +39,7 @@ class Segment:
     places: tuple[tuple[int, ...], ...]
     stage: Stage
     compiler: Compiler
+    calls_for_products: bool = False
     _more: dict[Any, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def extra_work_bytes(self, option: int, live_to_end: frozenset[int]) -> int:
@@ -56,6 +58,7 @@ class Segment:
                 self.compiler,
                 live_to_end=values,
                 barriers=keep is not None,
+                calls_for_products=self.calls_for_products,
             )
             work = needed - size.tape_bytes - self.stage.gradient_bytes
             self._more[option, live_to_end] = max(work - size.work_bytes, 0)
@@ -72,6 +75,7 @@ def segment_of(
     points: int,
     looks: int = 0,
     apart: float = 0.0,
+    calls_for_products: bool = False,
 ) -> Segment:
     """The ways to keep what the backward pass of a segment needs, with what each takes.
 
@@ -80,6 +84,7 @@ def segment_of(
       looks: how many more, by what is live at the peak.
       apart: by how many bytes those differ that are worth a look: what is live at the peak of each
         takes far longer to say than what it keeps.
+      calls_for_products: see `jaxmem.estimate.reversal.reversal_peak`.
     """
     graph = graph_of(layer, roofline, offload, in_loop=False)
     names = {
@@ -106,10 +111,13 @@ def segment_of(
         timed = dataclasses.replace(timed, keepable=graph.keepable, bytes=sizes)
         found += _apart(at_other_prices(graph, found, timed, points), apart)
     compiler = roofline.compiler
+    peak = functools.partial(
+        reversal_peak, compiler=compiler, calls_for_products=calls_for_products
+    )
 
     @functools.cache
     def moment(keep: Keep) -> tuple[int, frozenset[Any]]:
-        return reversal_peak(layer.keeping(keep.kept, keep.offloaded), compiler)
+        return peak(layer.keeping(keep.kept, keep.offloaded))
 
     if looks:
         found += descended(layer, graph, found, moment, looks)
@@ -133,7 +141,7 @@ def segment_of(
 
     whole = layer.keeping(as_it_stands.kept, as_it_stands.offloaded)
     choices = [
-        option(as_it_stands, 0.0, reversal_peak(whole, compiler, barriers=False)[0]),
+        option(as_it_stands, 0.0, peak(whole, barriers=False)[0]),
         *(option(keep, keep.seconds, moment(keep)[0]) for keep in options),
     ]
     stage = Stage(
@@ -143,7 +151,7 @@ def segment_of(
         gradient_bytes=gradient_bytes,
     )
     places = tuple(keep.kept for keep in (as_it_stands, *options))
-    return Segment(layer, graph, (None, *options), places, stage, compiler)
+    return Segment(layer, graph, (None, *options), places, stage, compiler, calls_for_products)
 
 
 # ---------------------------------------------------------------- implementation
