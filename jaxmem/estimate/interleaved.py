@@ -217,11 +217,12 @@ class _Order:
             self._following.update(eqn.outvars)
             self._made.update(dict.fromkeys(eqn.outvars) if kernel else {})
         self._note_spread(eqn, own)
-        if kernel and pulled and self._is_put_off(eqn, own):
-            self._alone.update(dict.fromkeys(eqn.outvars))
         if kernel:
+            made = tuple(var for var in eqn.outvars if not _jax.is_dropped(var))
+            if pulled and self._is_put_off(made, own):
+                self._alone.update(dict.fromkeys(made))
             self._now.clear()
-            self._before = tuple(var for var in eqn.outvars if not _jax.is_dropped(var))
+            self._before = made
             self._behind = set(self._before)
         elif any(atom in self._behind for atom in own):
             self._behind.update(eqn.outvars)
@@ -246,15 +247,15 @@ class _Order:
             return first  # more in the barrier would be live for nothing
         return tuple(dict.fromkeys([*first, *self._before]))
 
-    def _is_put_off(self, eqn: Any, read: Sequence[Any]) -> bool:
-        """Whether the compiler of GPUs may do a kernel at the end, and hold for it what it reads.
+    def _is_put_off(self, made: Sequence[Any], read: Sequence[Any]) -> bool:
+        """Whether the compiler of GPUs may make these at the end, and hold for it what they need.
 
         Only the optimizer waits for the gradient of a matrix.  One that is larger than what it is
         made of may come late.
         """
-        if platform() == "tpu" or not self._lead_on.isdisjoint(eqn.outvars):
+        if platform() == "tpu" or not self._lead_on.isdisjoint(made):
             return False
-        return sum(nbytes(var.aval) for var in read) > sum(nbytes(v.aval) for v in eqn.outvars)
+        return sum(nbytes(var.aval) for var in read) > sum(nbytes(var.aval) for var in made)
 
     def _note_spread(self, eqn: Any, atoms: Sequence[Any]) -> None:
         """Note what repeats the numbers of something smaller, as the gradient of a mean does."""
