@@ -5,7 +5,7 @@ inside of what reads them.  Where matrix products compute their operands themsel
 only they read is not in memory either.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -214,6 +214,15 @@ def reduces_rows(eqn: Any) -> bool:
 def is_barrier(eqn: Any) -> bool:
     """Whether an operation hands values on, and lets no compiler see through it."""
     return eqn.primitive.name == "optimization_barrier"
+
+
+def leading_on(eqns: Sequence[Any]) -> set[Any]:
+    """What kernels and sums follow from."""
+    found: set[Any] = set()
+    for eqn in reversed(eqns):
+        if kind_of(eqn) in ("kernel", "reduction") or not found.isdisjoint(eqn.outvars):
+            found.update(filter(_jax.is_var, eqn.invars))
+    return found
 
 
 def kind_in(eqn: Any) -> str:

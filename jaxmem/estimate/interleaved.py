@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jaxmem import _jax
-from jaxmem.estimate.arrays import in_memory
+from jaxmem.estimate.arrays import in_memory, leading_on
 from jaxmem.estimate.counting import flops, kind_of
 from jaxmem.estimate.normalised import Normalised
 from jaxmem.trace.context import platform
@@ -115,7 +115,7 @@ class _Order:
         self._left = Counter(filter(_jax.is_var, (a for eqn in after for a in eqn.invars)))
         # What others follow from; and gradients of matrices, from which none does, that nobody has
         # waited for yet.
-        self._lead_on = _leading_on(after)
+        self._lead_on = leading_on(after)
         self._alone: dict[Any, None] = {}
         for at, eqn in enumerate(after):
             if self._can_wait(eqn):
@@ -307,15 +307,6 @@ class _Order:
 
     def _called(self, var: Any) -> Any:
         return self._kept.get(var) or self._now.get(var, var)
-
-
-def _leading_on(eqns: Sequence[Any]) -> set[Any]:
-    """What kernels and sums follow from."""
-    found: set[Any] = set()
-    for eqn in reversed(eqns):
-        if kind_of(eqn) in ("kernel", "reduction") or not found.isdisjoint(eqn.outvars):
-            found.update(filter(_jax.is_var, eqn.invars))
-    return found
 
 
 def _thin_products(eqns: Sequence[Any], count: int) -> set[int]:

@@ -10,6 +10,7 @@ from jaxmem import _jax
 from jaxmem.estimate.arrays import (
     in_memory,
     layout_copies,
+    leading_on,
     read_by_kernels,
     read_rounded,
     rounded_where_made,
@@ -180,14 +181,12 @@ def freed_early(closed: ClosedJaxpr) -> ClosedJaxpr:
     Such are the gradients of parameters: often they are the last to read something large.
     """
     eqns = closed.jaxpr.eqns
-    waited_for: set[Any] = set()
-    leaves: set[int] = set()
-    for at, eqn in reversed([*enumerate(eqns)]):
-        kind, leads_on = kind_of(eqn), not waited_for.isdisjoint(eqn.outvars)
-        if kind == "kernel" and not leads_on:
-            leaves.add(at)
-        if kind in ("kernel", "reduction") or leads_on:
-            waited_for.update(filter(_jax.is_var, eqn.invars))
+    waited_for = leading_on(eqns)
+    leaves = {
+        at
+        for at, eqn in enumerate(eqns)
+        if kind_of(eqn) == "kernel" and waited_for.isdisjoint(eqn.outvars)
+    }
     made = {var: at for at, eqn in enumerate(eqns) for var in eqn.outvars}
 
     def place(at: int) -> tuple[int, int]:
