@@ -60,6 +60,7 @@ from jaxmem._jax.keys import named as named
 from jaxmem._jax.keys import same_keys as same_keys
 from jaxmem._jax.keys import used_by as used_by
 from jaxmem._jax.loops import with_own_arrays as with_own_arrays
+from jaxmem._jax.loops import zeros_after as zeros_after
 from jaxmem._jax.loops import zeros_behind as zeros_behind
 from jaxmem._jax.memory import DEVICE as DEVICE
 from jaxmem._jax.memory import HOST as HOST

@@ -22,6 +22,7 @@ from jaxmem._jax.types import (
     as_varying,
     filled_with,
     is_key,
+    split,
     stacked,
     varying,
     zeros_of,
@@ -61,6 +62,27 @@ def zeros_behind(tree: Any) -> tuple[Callable[[Any], Any], Any]:
         return filled_with(zero, aval) if kind <= varying(aval) else zeros_of(aval)
 
     return zeros, jax.tree.unflatten(structure, leaves)
+
+
+def zeros_after(value: Any) -> Callable[[Any], Any]:
+    """From a type, its zeros, made once one number of an array, no whole one, can be known.
+
+    The array itself need not be in memory for them, as it is behind a barrier.
+    """
+    # Of an array that is spread, what is looked at would be one device's.
+    if not value.size or any(split(value)):
+        return zeros_of
+    kind = varying(value)
+    first = lax.squeeze(lax.slice(value, [0] * value.ndim, [1] * value.ndim), range(value.ndim))
+    # Never true, which XLA does not know: it simplifies neither comparison nor cast.
+    first = lax.real(first) if np.iscomplexobj(first) else first
+    never = lax.lt(first, np.array(-np.inf, first.dtype))
+
+    def zeros(aval: Aval) -> Any:
+        aval = aval.to_ct_aval()
+        return filled_with(never, aval) if kind <= varying(aval) else zeros_of(aval)
+
+    return zeros
 
 
 # ---------------------------------------------------------------- implementation

@@ -3,7 +3,8 @@
 What is looked up in a table, as of an embedding, has its gradient added into zeros of the table's
 size.  They depend on nothing, and in code that is written out XLA for GPUs makes them where the
 backward pass begins, and holds them while all layers are reversed.  Here they are made when the
-gradient of what was looked up is known.
+gradient of what was looked up is known: where that is larger than the table, as where images are
+resized, when one number of it can be, so that it need not be in memory itself.
 """
 
 import functools
@@ -23,14 +24,8 @@ from jaxmem.trace.layer import nbytes
 
 
 def reversed_late(eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
-    """What a lookup gives, to be reversed into late zeros; None for any other operation.
-
-    And for lookups in tables that are no larger than what is looked up: that gradient has to be in
-    memory before the zeros are.
-    """
+    """What a lookup gives, to be reversed into late zeros; None for any other operation."""
     if eqn.primitive is not _GATHER or not _jax.has_tangent(eqn.outvars[0].aval):
-        return None
-    if nbytes(eqn.invars[0].aval) <= nbytes(eqn.outvars[0].aval):
         return None
 
     @jax.custom_jvp
@@ -64,7 +59,10 @@ def _transposed(ct: Any, table: Any, places: Any, **params: Any) -> list[Any]:
     if type(ct) is ad.Zero:
         return [ad.Zero(table.aval), None]
     numbers = params["dimension_numbers"]
-    zeros, ct = _jax.zeros_behind(ct)
+    if nbytes(table.aval) > nbytes(jax.typeof(ct)):
+        zeros, ct = _jax.zeros_behind(ct)
+    else:
+        zeros = _jax.zeros_after(ct)
     gradient = lax.scatter_add(
         zeros(table.aval),
         places,

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import budgeted
 from helpers.menagerie import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem
+from jaxmem import _jax
 from jaxmem.unrolled import Code, Piece, UnrolledPlan, code
 from jaxmem.unrolled.run import run
 
@@ -32,6 +34,12 @@ LOOKUPS: dict[str, Any] = {
     "behind the end, clipped": lambda table: jnp.take(table, TOKENS + 4, 0, mode="clip"),
     "from the end": lambda table: table[-1 - TOKENS[0]],
     "a window": lambda table: jax.lax.dynamic_slice(table, (TOKENS[0, 0], 1), (3, 2)),
+    "more than there is": lambda table: table[jnp.arange(3 * WORDS) // 3],
+    "a larger image": lambda table: jax.image.resize(table, (2 * WORDS, 2 * WIDTH), "nearest"),
+    "nothing": lambda table: jnp.broadcast_to(table[TOKENS[:, :0]].sum(), (1,)),
+    "complex numbers": lambda table: jnp.abs(
+        (table * (1 + 2j))[jnp.arange(2 * WORDS) // 2].sum(1),
+    ),
 }
 
 
@@ -107,6 +115,18 @@ def test_derivatives_are_those_of_the_plain_code(transformed: Any) -> None:
     chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("first", [jnp.inf, -jnp.inf, jnp.nan])
+def test_gradients_that_overflow_stay_where_they_are(first: float) -> None:
+    """Zeros are made of the first number of a gradient that is larger than its table."""
+    weights = jnp.arange(3.0 * WORDS * WIDTH).reshape(-1, WIDTH).at[0, 0].set(first)
+
+    def loss(table: jax.Array) -> jax.Array:
+        return (LOOKUPS["more than there is"](table) * weights).sum()
+
+    found, expected = (jax.jit(jax.grad(f))(TABLE) for f in (partial(in_pieces, loss), loss))
+    assert_same(found, expected)
+
+
 # ---------------------------------------------------------------- on meshes
 
 
@@ -179,3 +199,47 @@ def test_a_gpu_has_no_zeros_of_the_table_while_layers_are_reversed() -> None:
     with mock.patch.object(code, "reversed_late", return_value=None):
         early = needed()
     assert early - late == pytest.approx(words * width * 2, rel=0.01)
+
+
+@jaxmem.remat_auto
+def doubling(kernels: Any, images: jax.Array) -> jax.Array:
+    h = images.astype(jnp.bfloat16)
+    for pair in kernels:
+        batch, height, width, channels = h.shape
+        h = convolved(h, pair[0])
+        h = jax.image.resize(h, (batch, 2 * height, 2 * width, channels), "nearest")
+        h = convolved(h, pair[1])
+    return h
+
+
+def convolved(h: jax.Array, kernel: jax.Array) -> jax.Array:
+    sides = ("NHWC", "HWIO", "NHWC")
+    kernel = kernel.astype(h.dtype)
+    h = jax.lax.conv_general_dilated(h, kernel, (1, 1), "SAME", dimension_numbers=sides)
+    return jax.nn.silu(h)
+
+
+@pytest.mark.slow
+def test_a_gpu_has_no_zeros_of_images_while_larger_ones_are_reversed() -> None:
+    kernel, side, count = Spec((3, 3, 64, 64), "float32"), 32, 3
+    kernels = [(kernel, kernel)] * count
+    images = Spec((8, side, side, 64), "float32")
+
+    def step(kernels: Any, images: jax.Array) -> Any:
+        def loss(kernels: Any) -> jax.Array:
+            return jnp.square(doubling(kernels, images).astype(jnp.float32)).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, kernels, jax.grad(loss)(kernels))
+
+    def needed() -> int:
+        args: Any = step, kernels, images
+        options: Any = {"target": "h100-80g", "donate": (0,)}
+        all_kept = budgeted.problem(*args, **options).plan(0)
+        return budgeted.question(*args, **options).begin(all_kept).result().temp_bytes
+
+    late = needed()
+    with mock.patch.object(_jax, "zeros_after", return_value=_jax.zeros_of):
+        early = needed()
+    # Rows are looked up first, and columns of these.
+    zeros = sum((1 + 2) * 4**doubled * 8 * side**2 * 64 * 2 for doubled in range(count))
+    assert early - late == pytest.approx(zeros, rel=0.01)
