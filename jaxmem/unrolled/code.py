@@ -273,12 +273,13 @@ class Code:
         Args:
           together: whether the gradients of matrices that it casts are made in one go with those of
             what others made for it.
-          sums: whether what a matrix's gradient is a sum of is added up as it is made.
+          sums: whether what gradients are sums of is added up as it is made.
         """
         given = dict(zip(self.reads(first, last), values, strict=True))
         if together:
             given |= self._with_casts(first, last, given)
-        return self._run(self.closed, first, last, given, self.summed if sums else ())
+        in_parts = InParts(self._readers, self.summed) if sums else None
+        return self._run(self.closed, first, last, given, in_parts)
 
     def traced(self, first: int, last: int, reads: Sequence[Any]) -> ClosedJaxpr:
         """A segment as a jaxpr, from what it `reads` in this order to what it `gives`.
@@ -290,7 +291,8 @@ class Code:
         closed = self._opened[0] if several else self.closed
 
         def run(*flat: Any) -> list[Any]:
-            return self._run(closed, first, last, dict(zip(reads, flat, strict=True)))
+            given = dict(zip(reads, flat, strict=True))
+            return self._run(closed, first, last, given, InParts(self._readers))
 
         return _jax.trace(run, [var.aval for var in reads])
 
@@ -372,14 +374,14 @@ class Code:
         first: int,
         last: int,
         given: Mapping[Any, Any],
-        summed: Collection[Any] = (),
+        in_parts: InParts | None,
     ) -> list[Any]:
         # What is given is there, be it made in the segment.
         places = (at for at in range(first, last) if not given.keys() & self.eqns[at].outvars)
         return _jax.evaluate(
             closed,
             [None] * len(closed.jaxpr.invars),
-            special=functools.partial(self._reversed_otherwise, InParts(summed)),
+            special=functools.partial(self._reversed_otherwise, in_parts),
             only=frozenset(places),
             given=given,
             outs=self.gives(first, last),
@@ -387,10 +389,11 @@ class Code:
         )
 
     def _reversed_otherwise(
-        self, in_parts: InParts, eqn: Any, operands: list[Any]
+        self, in_parts: InParts | None, eqn: Any, operands: list[Any]
     ) -> list[Any] | None:
         """What an operation makes, if it is reversed with less memory than by jax's own rule."""
-        operands[:] = in_parts(eqn, operands)
+        if in_parts is not None:
+            operands[:] = in_parts(eqn, operands)
         if (found := reversed_by_places(eqn, operands)) is not None:
             return found
         is_late = platform() != "tpu" and self._has_own_gradient(eqn.invars)

@@ -1,7 +1,7 @@
 """Values whose gradients are made in one go, in a layout of their own, or added up early."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +9,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmem import _jax
+from jaxmem.trace.context import platform
 
 # So many terms of a matrix's gradient may be there at once; where it has more they are added up.
 TERMS = 4
+# And so many of what layers join to each other.
+_PARTS = 2
 
 
 class InParts:
@@ -21,22 +24,31 @@ class InParts:
     a matrix that each step of a recurrence reads there are as many as steps.  Adding each to the
     sum would move up to twice the bytes.
 
+    So they do where each layer reads what is there and joins what it makes to that (DenseNet, Huang
+    et al. 2017): what each has added to the gradient of all before it is held till the first of
+    them is reversed.
+
     Args:
+      readers: how many operations read each value.
       matrices: whose gradients these are.
     """
 
-    def __init__(self, matrices: Collection[Any]) -> None:
+    def __init__(self, readers: Mapping[Any, int], matrices: Collection[Any] = ()) -> None:
+        self._readers = readers
         self._matrices = frozenset(matrices)
         self._now: dict[Any, Any] = {}
         self._reads: Counter[Any] = Counter()
+        # How many times something was joined to what a value begins with, or is.
+        self._joined: dict[Any, int] = {}
 
     def __call__(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         """The operands of the next operation."""
         found = list(operands)
+        self._join(eqn, found)
         for at, atom in enumerate(eqn.invars):
             if not _jax.is_var(atom) or atom not in self._matrices:
                 continue
-            found[at] = self._now.setdefault(atom, operands[at])
+            found[at] = self._now.setdefault(atom, found[at])
             self._reads[atom] += 1
             if self._reads[atom] % TERMS == 0:
                 # With the gradients that are pulled on from here, so that these wait for the sum.
@@ -50,6 +62,21 @@ class InParts:
                     found[k] = value
                 self._now[atom] = found[at]
         return found
+
+    def _join(self, eqn: Any, found: list[Any]) -> None:
+        """Have the gradients of what an operation joins added up, if it is its turn."""
+        if eqn.primitive.name != "concatenate":
+            return
+        # What only the next of them reads has a gradient of one term.
+        read = [atom for atom in eqn.invars if _jax.is_var(atom) and self._readers[atom] > 1]
+        count = 1 + max((self._joined.get(atom, 0) for atom in read), default=0)
+        self._joined[eqn.outvars[0]] = count
+        # Of TPUs' compiler such nets need as much with it, and more time.
+        if count > _PARTS and count % _PARTS == 0 and platform() != "tpu":
+            moved = [k for k, atom in enumerate(eqn.invars) if _jax.has_tangent(atom.aval)]
+            fenced = of_a_kind_together([found[k] for k in moved], (), ())
+            for k, value in zip(moved, fenced, strict=True):
+                found[k] = value
 
 
 def of_a_kind_together(
