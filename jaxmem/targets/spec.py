@@ -7,7 +7,7 @@ gives other numbers, or crashes the compiler.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -151,14 +151,22 @@ class Target:
         new.topology  # noqa: B018  it raises where there is none
         return new
 
-    def mesh(self, axes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+    def mesh(
+        self,
+        axes: Mapping[str, int],
+        axis_types: Sequence[jax.sharding.AxisType] | None = None,
+    ) -> jax.sharding.AbstractMesh:
         """A mesh of these devices, for the shardings of arguments; none of them needs to exist.
 
         Args:
           axes: names and sizes, slowest first; the product of the sizes is the number of devices.
+          axis_types: of each axis, as for `jax.make_mesh`; None for Auto throughout, on which any
+            function may be called.  What is traced on axes of type Explicit is traced under
+            `jax.sharding.use_abstract_mesh`.
 
         Raises:
-          TypeError, ValueError: the product is another number, or `axes` is not such a mapping.
+          TypeError, ValueError: the product is another number, `axes` is not such a mapping, or
+            there is not one type for each of them.
 
         >>> import jax, jaxmem
         >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -179,8 +187,10 @@ class Target:
                 f"the axes {given} make {product} device(s), but this target has {self.devices}; "
                 f"ask for target({self.name!r}, devices={product}), or change the axes"
             )
-        # The default differs between releases; with "auto" any function may be called.
+        # The default differs between releases.
         kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+        if axis_types is not None:
+            kinds = _axis_types(axis_types, tuple(sizes))
         device = _jax.absent_gpu(self.device) if self.platform == "gpu" else None
         shape = tuple(sizes.values()), tuple(sizes), kinds
         return jax.sharding.AbstractMesh(*shape, abstract_device=device)
@@ -315,3 +325,20 @@ def _tpu_topology(target: Target, spec: TpuSpec) -> dict[str, Any]:
     if spec.chip_config:
         found["chip_config_name"] = spec.chip_config
     return found
+
+
+def _axis_types(
+    given: Sequence[jax.sharding.AxisType], axes: Sequence[str]
+) -> tuple[jax.sharding.AxisType, ...]:
+    kind = jax.sharding.AxisType
+    one = f"({', '.join(['AxisType.Explicit'] * len(axes))}{',' * (len(axes) == 1)})"
+    if not isinstance(given, Sequence) or not all(isinstance(each, kind) for each in given):
+        raise TypeError(
+            f"axis_types takes a jax.sharding.AxisType for each axis, got {given!r}; pass {one}"
+        )
+    if len(given) != len(axes):
+        raise ValueError(
+            f"there are {len(given)} axis_types for the {len(axes)} axes {', '.join(axes)}; "
+            f"pass one for each, as {one}"
+        )
+    return tuple(given)

@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import jax
 import pytest
 from jax import numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import targets
@@ -166,6 +166,38 @@ def test_mesh_of_absent_devices():
     rows = NamedSharding(mesh, PartitionSpec("data"))
     spec = jax.ShapeDtypeStruct((64, 128), "float32", sharding=rows)
     assert spec.sharding.shard_shape(spec.shape) == (16, 128)  # type: ignore[union-attr]
+
+
+def test_mesh_whose_axes_types_tell_of():
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    target = targets.target("h100-80g", devices=8)
+    mesh = target.mesh({"data": 4, "model": 2}, kinds)
+    assert mesh.axis_types == kinds
+    x = jax.ShapeDtypeStruct(
+        (64, 128), "float32", sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
+
+    def step(x):
+        assert jax.typeof(x).sharding.spec == PartitionSpec("data", None)
+        return jnp.dot(x.T, x, out_sharding=PartitionSpec(None, None))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        report = jaxmem.memory_report(step, x, target=target)
+    assert report.argument_bytes == 64 * 128 * 4 / 4
+    assert [(one.kind, one.axes) for one in report.collectives] == [("all-reduce", ("data",))]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error", "message"),
+    [
+        ([AxisType.Explicit], ValueError, "there are 1 axis_types for the 2 axes data, model; "),
+        ("explicit", TypeError, "for each axis, got 'explicit'; pass (AxisType.Explicit, AxisT"),
+        (AxisType.Explicit, TypeError, "for each axis, got Explicit; pass ("),
+    ],
+)
+def test_mesh_wants_a_type_for_each_axis(kinds, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        targets.target("h100-80g", 8).mesh({"data": 4, "model": 2}, kinds)
 
 
 @pytest.mark.parametrize(
