@@ -260,9 +260,8 @@ def _notes(
         )
     if compiled.platform == "gpu" and compiled.message:
         notes.append(
-            "NVIDIA's assembler, or a library that the program calls, is not installed here, so "
-            "it was not assembled into machine code; memory is assigned before that, and the "
-            f"figures are the same: {compiled.message}"
+            "NVIDIA's assembler is not installed here, so the program was not assembled into "
+            "machine code; memory is assigned before that, and the figures are the same"
         )
     if compiled.too_large_bytes is not None:
         notes.append(f"the compiler refused the program, as it is too large: {compiled.message}")

@@ -35,8 +35,8 @@ class CompilerOutput:
       log: what the compiler printed.
       versions: of the packages that compiled it.
       seconds: compile time, without starting a worker.
-      assembled: whether machine code was produced.  Where NVIDIA's assembler, or a library that
-      is called, is not installed the compiler stops after buffer assignment.
+      assembled: whether machine code was produced.  Where NVIDIA's assembler is not
+      installed the compiler stops after buffer assignment.
       too_large_bytes: what the program needs, if a TPU's compiler refused it as too
       large; `stats` and the texts are present as far as compilation went.
       too_large_space: the memory that is too small: "hbm", or "vmem" for that of a kernel.

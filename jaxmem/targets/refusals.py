@@ -65,16 +65,12 @@ def is_defect(message: str) -> bool:
 
 
 def unassembled(message: str) -> bool:
-    """Whether a GPU compiler had finished except for the last step, machine code.
+    """Whether a GPU compiler had finished except for the last step, assembling machine code.
 
-    That step needs NVIDIA's tools (ptxas, libdevice), 120 MB which nothing else here needs, and
-    the libraries that the program calls by name (`jax.ffi`), which are often only where it runs.
-    Buffer assignment is complete by then, and is the same with and without them.
-
-    >>> unassembled("NOT_FOUND: No FFI handler registered for my_library on a platform CUDA")
-    True
+    That step needs NVIDIA's tools (ptxas, libdevice), 120 MB which nothing else here needs:
+    buffer assignment is complete by then, and is the same with and without them.
     """
-    return any(mark in message for mark in _NO_CODE)
+    return any(mark in message for mark in _NO_ASSEMBLER)
 
 
 def avoiding(message: str) -> dict[str, bool] | None:
@@ -120,12 +116,7 @@ def first_line(message: str) -> str:
 
 _KINDS = ("argument", "output", "alias", "temp")
 _HOST_COLOR = "5"
-_NO_CODE = (
-    "libdevice not found",
-    "No PTX compilation provider",
-    "ptxas too old",
-    "No FFI handler registered",
-)
+_NO_ASSEMBLER = ("libdevice not found", "No PTX compilation provider", "ptxas too old")
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:color (\d+), )?([^\n]*)", re.MULTILINE)
 # Of an absent GPU kernels are not tuned, and the sizes of tiles that are taken unseen do not suit
 # every shape; without Triton the product is a library's.

@@ -155,14 +155,15 @@ def awaited(request: dict[str, Any], dump: str, answer: str) -> dict[str, Any]:
     """The child's answer; or that it was stopped, as buffers are assigned."""
     global _child
     may_stop, texts = not request["generate_code"], Texts(dump)
+    stopped = {"refused": "", "stats": {}, "hlo": "", "stopped": True}
     while True:
         child, status = os.waitpid(_child, os.WNOHANG)
         if child:
             _child = 0
             break
         if may_stop and texts.are_whole():
-            if request["room"] is None or device_bytes(dump) <= request["room"]:
-                return {"refused": "", "stats": {}, "hlo": "", "stopped": True}
+            if has_room(request, dump):
+                return stopped
             may_stop = False  # it may be refused as too large
         time.sleep(0.01)
     # What ended the child ends this process: its client knows what to make of that.
@@ -175,7 +176,15 @@ def awaited(request: dict[str, Any], dump: str, answer: str) -> dict[str, Any]:
     with open(answer, encoding="utf-8") as file:
         found = json.load(file)
     os.unlink(answer)
-    return found
+    # What is refused behind its buffers, as a library that is only where the program runs, would
+    # have been stopped there, had it been looked at in time.
+    is_late = may_stop and found.get("refused") and texts.are_there()
+    return stopped if is_late and has_room(request, dump) else found
+
+
+def has_room(request: dict[str, Any], dump: str) -> bool:
+    """Whether a program whose buffers are assigned is not too large, or that does not matter."""
+    return request["room"] is None or device_bytes(dump) <= request["room"]
 
 
 def stop_child() -> None:
@@ -306,14 +315,23 @@ class Texts:
         Compilers write the report on memory after the others, or from jax 0.11 on at once with
         them; where a compiler writes none, there is no saying.
         """
+        sizes = self._look()
+        self._sizes = [*self._sizes, sizes][-_LOOKS:]
+        return all(sizes) and self._sizes == [sizes] * _LOOKS and bool(sizes)
+
+    def are_there(self) -> bool:
+        """Whether all are, of a compiler that has ended."""
+        sizes = self._look()
+        return all(sizes) and bool(sizes)
+
+    def _look(self) -> tuple[int, ...]:
+        """Their sizes; () if any is missing."""
         main = _main(self._folder)
         names = [*_TEXTS.values(), "-memory-usage-report.txt"]
         try:
-            sizes = tuple(os.path.getsize(f"{main}{name}") for name in names) if main else ()
+            return tuple(os.path.getsize(f"{main}{name}") for name in names) if main else ()
         except OSError:
-            sizes = ()
-        self._sizes = [*self._sizes, sizes][-_LOOKS:]
-        return all(sizes) and self._sizes == [sizes] * _LOOKS and bool(sizes)
+            return ()
 
 
 def device_bytes(folder: str) -> int:

@@ -519,15 +519,3 @@ def test_offload_warns_of_the_cpu_only_on_the_cpu():
     assert found.host_bytes >= LAYERS * BATCH * WIDTH * 4
     with pytest.warns(jaxmem.OffloadWarning):
         report(decorated, target="local")
-
-
-def test_a_library_that_is_only_where_a_program_runs_is_none_of_memorys_business():
-    """Its figures are there also where the compiler goes on till it looks for the library."""
-    x = spec(256, 256)
-
-    def fn(x: jax.Array) -> jax.Array:
-        return jax.ffi.ffi_call("my_library", x)(jnp.sin(x))
-
-    found = jaxmem.memory_report(fn, x, target="h100-80g", generate_code=True)
-    assert found.temp_bytes == 256 * 256 * 4
-    assert any("No FFI handler registered for my_library" in note for note in found.notes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import re
 import shutil
@@ -400,6 +401,27 @@ def test_texts_are_whole_when_all_are_there_and_none_grows(tmp_path: Path):
     assert [found.are_whole() for _ in range(worker._LOOKS)] == [False] * (worker._LOOKS - 1) + [
         True
     ]
+
+
+@pytest.mark.parametrize("generate_code", [False, True])
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_refused_when_memory_is_known_counts_if_code_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generate_code: bool, has_buffers: bool
+):
+    """A compiler that is quick looks for libraries before anyone sees that it may be stopped."""
+    refused = {"refused": "No FFI handler registered", "stats": {}, "hlo": "", "stopped": False}
+    (answer := tmp_path / "answer").write_text(json.dumps(refused))
+    if has_buffers:
+        for name in (*worker._TEXTS.values(), "-memory-usage-report.txt"):
+            (tmp_path / f"module_0001.jit_call.after{name}").write_text("a")
+    with subprocess.Popen(["true"]) as compiler:
+        monkeypatch.setattr(worker, "_child", compiler.pid)
+        monkeypatch.setattr(worker.Texts, "are_whole", lambda texts: False)
+        request = {"generate_code": generate_code, "room": None}
+        found = worker.awaited(request, str(tmp_path), str(answer))
+        compiler.returncode = 0  # it was waited for
+    assert found["stopped"] == (has_buffers and not generate_code)
+    assert found["refused"] == ("" if found["stopped"] else refused["refused"])
 
 
 def test_garbage_for_a_program():
