@@ -57,11 +57,7 @@ def zeros_behind(tree: Any) -> tuple[Callable[[Any], Any], Any]:
     for at, value in zip(tied, fenced, strict=True):
         leaves[at] = value
 
-    def zeros(aval: Aval) -> Any:
-        aval = aval.to_ct_aval()
-        return filled_with(zero, aval) if kind <= varying(aval) else zeros_of(aval)
-
-    return zeros, jax.tree.unflatten(structure, leaves)
+    return _zeros_from(zero, kind), jax.tree.unflatten(structure, leaves)
 
 
 def zeros_after(value: Any) -> Callable[[Any], Any]:
@@ -72,20 +68,23 @@ def zeros_after(value: Any) -> Callable[[Any], Any]:
     # Of an array that is spread, what is looked at would be one device's.
     if not value.size or any(split(value)):
         return zeros_of
-    kind = varying(value)
     first = lax.squeeze(lax.slice(value, [0] * value.ndim, [1] * value.ndim), range(value.ndim))
-    # Never true, which XLA does not know: it simplifies neither comparison nor cast.
     first = lax.real(first) if np.iscomplexobj(first) else first
-    never = lax.lt(first, np.array(-np.inf, first.dtype))
-
-    def zeros(aval: Aval) -> Any:
-        aval = aval.to_ct_aval()
-        return filled_with(never, aval) if kind <= varying(aval) else zeros_of(aval)
-
-    return zeros
+    # Never true, which XLA does not know: it simplifies neither comparison nor cast.
+    return _zeros_from(lax.lt(first, np.array(-np.inf, first.dtype)), varying(value))
 
 
 # ---------------------------------------------------------------- implementation
+
+
+def _zeros_from(zero: Any, kind: frozenset[str]) -> Callable[[Aval], Any]:
+    """From a type, its zeros, made of one that varies along these mesh axes."""
+
+    def zeros(aval: Aval) -> Any:
+        aval = aval.to_ct_aval()
+        return filled_with(zero, aval) if kind <= varying(aval) else zeros_of(aval)
+
+    return zeros
 
 
 def _fenced(values: Sequence[Any], kind: frozenset[str]) -> tuple[list[Any], Any]:

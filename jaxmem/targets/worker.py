@@ -317,21 +317,21 @@ class Texts:
         """
         sizes = self._look()
         self._sizes = [*self._sizes, sizes][-_LOOKS:]
-        return all(sizes) and self._sizes == [sizes] * _LOOKS and bool(sizes)
+        return bool(sizes) and self._sizes == [sizes] * _LOOKS
 
     def are_there(self) -> bool:
         """Whether all are, of a compiler that has ended."""
-        sizes = self._look()
-        return all(sizes) and bool(sizes)
+        return bool(self._look())
 
     def _look(self) -> tuple[int, ...]:
-        """Their sizes; () if any is missing."""
+        """Their sizes; () if any is missing, or empty."""
         main = _main(self._folder)
         names = [*_TEXTS.values(), "-memory-usage-report.txt"]
         try:
-            return tuple(os.path.getsize(f"{main}{name}") for name in names) if main else ()
+            sizes = tuple(os.path.getsize(f"{main}{name}") for name in names) if main else ()
         except OSError:
             return ()
+        return sizes if all(sizes) else ()
 
 
 def device_bytes(folder: str) -> int:

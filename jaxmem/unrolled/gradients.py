@@ -44,11 +44,10 @@ class InParts:
     def __call__(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         """The operands of the next operation."""
         found = list(operands)
-        self._join(eqn, found)
         for at, atom in enumerate(eqn.invars):
             if not _jax.is_var(atom) or atom not in self._matrices:
                 continue
-            found[at] = self._now.setdefault(atom, found[at])
+            found[at] = self._now.setdefault(atom, operands[at])
             self._reads[atom] += 1
             if self._reads[atom] % TERMS == 0:
                 # With the gradients that are pulled on from here, so that these wait for the sum.
@@ -61,6 +60,7 @@ class InParts:
                 for k, value in zip([*others, at], fenced, strict=True):
                     found[k] = value
                 self._now[atom] = found[at]
+        self._join(eqn, found)
         return found
 
     def _join(self, eqn: Any, found: list[Any]) -> None:

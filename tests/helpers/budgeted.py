@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import chex
+import jax
 import numpy as np
 
 import jaxmem
@@ -42,6 +44,17 @@ def plans(step: Callable[..., Any], *args: Any, most: int) -> list[jaxmem.StepPl
     last = len(found.front) - 1
     places = np.linspace(min(1, last), last, most).round().astype(int)
     return [found.plan(int(candidate)) for candidate in dict.fromkeys(places)]
+
+
+def assert_plans_give(
+    step: Callable[..., Any], args: tuple[Any, ...], wanted: Any, most: int, **how: Any
+) -> None:
+    """So many plans of a step's front compute what is wanted, as close as `how` says."""
+    found = plans(step, *args, most=most)
+    assert found
+    for plan in found:
+        with jaxmem.use_plan(plan):
+            chex.assert_trees_all_close(jax.jit(step)(*args), wanted, **how)
 
 
 def kinds(plan: jaxmem.StepPlan) -> Iterator[str]:
